@@ -19,6 +19,7 @@ from torch import Tensor
 from aiocomms import arguments
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.communicator.formation import get_comm
+from aiocomms.cuda import crossing
 from aiocomms.errors import ArgumentError
 from aiocomms.lowering.runs import Steps
 from aiocomms.lowering.schedules import Context, broadcast_tree, schedule
@@ -171,9 +172,9 @@ def _scatter_new(g: Context, op: ScatterNew) -> Steps:
     """Broadcast dtype and shape down a tree, then send each rank its chunk straight from the source."""
     outline = buffers.empty(codec.TENSOR_BYTES, dtype=torch.uint8, device=g.device)
     if op.tensor is not None:
-        outline = codec.to_tensor(codec.describe_tensor(op.tensor), g.device)
+        outline = crossing.to_tensor(codec.describe_tensor(op.tensor), g.device)
     yield from broadcast_tree(g, outline, op.src)
-    dtype, shape, _ = codec.parse_tensor(codec.to_bytes(outline))
+    dtype, shape, _ = codec.parse_tensor(crossing.to_bytes(outline))
     out = buffers.empty((shape[0] // g.size, *shape[1:]), dtype=dtype, device=g.device)
     if op.tensor is None:
         yield [g.recv(out, op.src)]

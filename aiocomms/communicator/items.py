@@ -19,6 +19,7 @@ from torch import Tensor
 
 from aiocomms import arguments
 from aiocomms.communicator.parcels import HEADER_BYTES, ArrivingObject, Parcel
+from aiocomms.cuda import crossing
 from aiocomms.errors import ArgumentError, ProtocolError
 from aiocomms.ops import buffers, checks, codec
 from aiocomms.ops.arrays import fitting
@@ -96,7 +97,7 @@ class Tensors(Kind[Tensor]):
         checks.readable("item", item, group)
         header = bytes([DATA]).ljust(8, b"\0") + codec.describe_tensor(item, "item")
         messages = [item] if item.numel() else []
-        return Packed(codec.to_tensor(header, group.device), messages, item.nbytes, None)
+        return Packed(crossing.to_tensor(header, group.device), messages, item.nbytes, None)
 
     def arriving(self, header: bytes, device: torch.device) -> Arriving:
         """See :meth:`Kind.arriving`."""

@@ -12,10 +12,11 @@ from aiocomms import arguments, ops
 from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, as_int
 from aiocomms.communicator.issuer import Issuer
 from aiocomms.communicator.parcels import HEADER_BYTES, ArrivingObject, Parcel, own_copy
+from aiocomms.cuda import crossing
 from aiocomms.errors import ArgumentError, CommError, ProtocolError
 from aiocomms.lowering.runs import AloneError, Steps
 from aiocomms.lowering.schedules import Context, broadcast_tree, ring_gather, schedule
-from aiocomms.ops import Family, Op, buffers, checks, codec
+from aiocomms.ops import Family, Op, buffers, checks
 from aiocomms.ops.checks import CheckedComm
 from aiocomms.progress.work import Work
 
@@ -102,7 +103,7 @@ class ScatterObject(_ObjectCollective, frozen=True, eq=False):
 
 
 def _arrival(header: Tensor) -> ArrivingObject:
-    return ArrivingObject(codec.to_bytes(header), header.device)
+    return ArrivingObject(crossing.to_bytes(header), header.device)
 
 
 def _opened(arrival: ArrivingObject, op: RecvObject | _ObjectCollective) -> Any:

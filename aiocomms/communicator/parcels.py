@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aiocomms.cuda import crossing
 from aiocomms.errors import ProtocolError
 from aiocomms.lowering.runs import Offload, Steps
 from aiocomms.lowlevel.versions import Dialect
@@ -42,9 +43,9 @@ class Parcel:
         flags, beside = (_PICKLED if pickle else 0), sum(map(apart.size_of, items))
         self.nbytes: int = len(data) + beside
         head = _HEADER.pack(_OBJECTS.head, flags, self.tag, len(inline), len(data), beside)
-        self.header: Tensor = codec.to_tensor((head + inline).ljust(HEADER_BYTES, b"\0"), device)
+        self.header: Tensor = crossing.to_tensor((head + inline).ljust(HEADER_BYTES, b"\0"), device)
         # These bytes are not copied: no other code has them.
-        self.body: Tensor = codec.to_tensor(b"" if inline else data, device)
+        self.body: Tensor = crossing.to_tensor(b"" if inline else data, device)
         self.tensors: list[Tensor] = [item for item in items if isinstance(item, Tensor)]
         """The program's tensors that are sent from their own memory."""
         self._device = device
@@ -119,7 +120,7 @@ class ArrivingObject:
         :raises ProtocolError: the bytes encode no object.
         """
         if not self.pickled:
-            self._value = codec.decode(self.inline or codec.to_bytes(self.body), landing=self._landing)
+            self._value = codec.decode(self.inline or crossing.to_bytes(self.body), landing=self._landing)
         if self._landing.left:
             raise ProtocolError(f"an object's header announced {self._landing.left} bytes more than its values take")
         return self._landing.messages
@@ -143,7 +144,7 @@ class ArrivingObject:
             how = ("pickled", "not pickled")[:: 1 if self.pickled else -1]
             raise ProtocolError(f"the object was {how[0]} by its sender, wanted {how[1]}: give both the same pickle=")
         if pickle:
-            return codec.decode(self.inline or codec.to_bytes(self.body), pickle=True)
+            return codec.decode(self.inline or crossing.to_bytes(self.body), pickle=True)
         return self._value
 
 

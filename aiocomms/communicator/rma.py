@@ -13,6 +13,7 @@ from torch import Tensor
 from aiocomms import ops
 from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, as_int
 from aiocomms.communicator.issuer import Issuer
+from aiocomms.cuda import crossing
 from aiocomms.errors import CommError, MismatchError
 from aiocomms.lowering.shortcuts import give_methods
 from aiocomms.lowlevel.handles import Handle
@@ -52,15 +53,20 @@ class OneSided(Issuer):
         mine = buffers.int64([memory.numel(), sorted(map(str, checks.DTYPES)).index(str(memory.dtype))], device="cpu")
         table = buffers.empty(self.size, 2, dtype=torch.int64, device=self.device)
         with self._all_or_none(works):
-            works.append(self._issue_in_order(ops.AllGatherSingle(table, mine.to(self.device)), timeout=timeout))
-        return self._opened_window(tensor, memory, name, works, timeout)
+            works.append(
+                self._issue_in_order(ops.AllGatherSingle(table, crossing.to_device(mine, self.device)), timeout=timeout)
+            )
+        return self._opened_window(tensor, memory, name, mine.tolist(), works, timeout)
 
     async def _opened_window(
-        self, given: TensorLike, memory: Tensor, name: str, works: Sequence[Work[Any]], timeout: OpTimeout
-    ) -> Window:
+        self, given: TensorLike, memory: Tensor, name: str, mine: list[int], works: Sequence[Work[Any]],
+        timeout: OpTimeout,
+    ) -> Window:  # fmt: skip
         with self._all_or_none(works):
             handle = await works[0]
-            sizes, dtypes = map(list, zip(*(await works[1]).tolist(), strict=True))
+            rows = crossing.to_host(await works[1]).tolist()
+            rows[self.rank] = mine  # the copy of this rank's own row may still be under way
+            sizes, dtypes = map(list, zip(*rows, strict=True))
         info = ops.WindowInfo(handle, memory, sizes, name=name)
         self._core.recorder.windows.add(info)
         window = Window(self, info, given)

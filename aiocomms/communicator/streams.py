@@ -23,11 +23,12 @@ from aiocomms.communicator import greeting
 from aiocomms.communicator.expected import Expected
 from aiocomms.communicator.greeting import Greeting
 from aiocomms.communicator.items import Arriving, Kind
+from aiocomms.cuda import crossing
 from aiocomms.diagnosis.stream_counts import StreamCounts, StreamStatistics
 from aiocomms.errors import CommAbortedError, CommError, ProtocolError
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.lowlevel.threads import call_in_thread, run_in_thread
-from aiocomms.ops import buffers, codec
+from aiocomms.ops import buffers
 from aiocomms.progress.inflight import StartedWork
 from aiocomms.progress.work import Work
 
@@ -188,7 +189,7 @@ class ItemStream(Handle, ObjectStream[T]):
             self._counts.has("recv", tag, ops.STREAM)
         self._comm._core.recorder.streams.add(self._counts)
         hello = greeting.greet(self._end, self._kind, self.name)
-        self._send_control(codec.to_tensor(hello, self._comm.device), tag, ops.STREAM)
+        self._send_control(crossing.to_tensor(hello, self._comm.device), tag, ops.STREAM)
         work = self._post(ops.Recv(self._hello, self.peer, tag, ops.STREAM))
         self._expected.note(_HELLO, work)
         work.add_done_callback(self._on_hello)
@@ -197,7 +198,7 @@ class ItemStream(Handle, ObjectStream[T]):
         if self._failed(work):
             return
         try:
-            other = greeting.understand(codec.to_bytes(self._hello), self.peer, self._kind, self.name)
+            other = greeting.understand(crossing.to_bytes(self._hello), self.peer, self._kind, self.name)
         except ProtocolError as error:
             self._break(error)
             return
@@ -220,7 +221,7 @@ class ItemStream(Handle, ObjectStream[T]):
     def _on_header(self, work: Work[Any]) -> None:
         if self._failed(work):
             return
-        header = codec.to_bytes(self._header)
+        header = crossing.to_bytes(self._header)
         if header[0] in (_EOF, _GONE):
             self._eof_received, self._gone = True, header[0] == _GONE
             self._notify()
@@ -276,10 +277,13 @@ class ItemStream(Handle, ObjectStream[T]):
         if self._returning or not self._is_open or not self._usable() or not (self._owed or self._closed):
             return
         owed, self._owed, nbytes, self._owed_bytes = self._owed, 0, self._owed_bytes, 0
-        credit = buffers.int64([_CLOSED if self._closed else owed, nbytes], device=self._comm.device)
+        credit = self._numbers(_CLOSED if self._closed else owed, nbytes)
         self._returning = True
         work = self._post(ops.Send(credit, self.peer, self._out_tag + 2, ops.STREAM_DATA))
         work.add_done_callback(self._send_failed if self._closed else self._on_returned)
+
+    def _numbers(self, *values: int) -> Tensor:
+        return crossing.to_device(buffers.int64(values, device="cpu"), self._comm.device)
 
     def _on_returned(self, work: Work[Any]) -> None:
         if not self._send_failed(work):
@@ -292,7 +296,7 @@ class ItemStream(Handle, ObjectStream[T]):
     def _on_credits(self, work: Work[Any]) -> None:
         if self._send_failed(work):
             return
-        count, nbytes = self._credit.tolist()
+        count, nbytes = crossing.to_host(self._credit).tolist()
         if count == _CLOSED:
             self._peer_closed = True
         elif count == _BROKEN:
@@ -373,7 +377,7 @@ class ItemStream(Handle, ObjectStream[T]):
             self._eof_sent = True
             if self._is_open and self._usable():
                 header = bytes([how]).ljust(self._kind.header_bytes, b"\0")
-                self._send_control(codec.to_tensor(header, self._comm.device), self._out_tag)
+                self._send_control(crossing.to_tensor(header, self._comm.device), self._out_tag)
 
     def _check_sending(self) -> None:
         if self._closed or self._eof_sent:
@@ -417,7 +421,7 @@ class ItemStream(Handle, ObjectStream[T]):
         if not self._is_open:
             self._comm._core.lose(error.about(op="open_stream", rank=self._comm.rank))
         elif self._usable():
-            self._send_control(buffers.int64([_BROKEN, 0], device=self._comm.device), self._out_tag + 2)
+            self._send_control(self._numbers(_BROKEN, 0), self._out_tag + 2)
         self._fail(error)
 
     def _broken_off(self) -> None:

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from aiocomms import ops
+from aiocomms.cuda import crossing
 from aiocomms.errors import CommError, LaneAbortedError, MessageTruncatedError, MismatchError, ProtocolError
 from aiocomms.lowering.lane_messages import GIVEN_UP, collective_tags
 from aiocomms.lowering.runs import Poster
 from aiocomms.lowlevel.control import ControlCodec
 from aiocomms.lowlevel.versions import Dialect
-from aiocomms.ops import buffers, codec
+from aiocomms.ops import buffers
 from aiocomms.transport import OP_RESULT, Completion
 
 REMEMBERED: Final = 2**12
@@ -131,7 +132,7 @@ class LaneAborts:
     def heard(self, rank: int, words: Tensor) -> None:
         """Handle the notice of a rank that has aborted a lane."""
         try:
-            told = _CODEC.decode_padded(codec.to_bytes(words), rank)
+            told = _CODEC.decode_padded(crossing.to_bytes(words), rank)
         except ProtocolError as error:
             self._comm.lose(error)
             return
@@ -224,4 +225,4 @@ class _Ear(_Message):
 def _tell(told: _GivenUp, device: torch.device) -> Tensor:
     reason = told.reason.encode(errors="backslashreplace").decode()  # An exception's text may be invalid UTF-8.
     short = msgspec.structs.replace(told, lane=told.lane[:_LONGEST_LANE], reason=reason[:_LONGEST_REASON])
-    return codec.to_tensor(_CODEC.encode_padded(short, _BYTES), device)
+    return crossing.to_tensor(_CODEC.encode_padded(short, _BYTES), device)

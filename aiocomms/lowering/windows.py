@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from aiocomms import ops
+from aiocomms.cuda import crossing
 from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
 from aiocomms.lowering.runs import AloneError, Poster, Run, Steps
-from aiocomms.ops import buffers, codec
+from aiocomms.ops import buffers
 from aiocomms.ops.writing import write, writing
 from aiocomms.transport import OP_RESULT, Capabilities, Completion, Rendezvous, Transport
 
@@ -165,7 +166,7 @@ class TwoSided(Transport):
         else:
             reply = buffers.empty(1, dtype=torch.int64, device=self._comm.device)
             yield [request, ops.Recv(reply, peer, window.tag, ops.RMA_REPLY)]
-            return None if isinstance(op, ops.Flush) else int(reply.item())
+            return None if isinstance(op, ops.Flush) else int(crossing.to_host(reply).item())
         return None
 
     def _act(self, window: _Window, op: Any) -> int | None:
@@ -201,7 +202,7 @@ class TwoSided(Transport):
         return _REQUEST.pack(_CLOSE, 0, 0, 0)
 
     def _request(self, op: Any) -> Tensor:
-        return codec.to_tensor(self._packed(op), self._comm.device)
+        return crossing.to_tensor(self._packed(op), self._comm.device)
 
     # ----------------------------------------------------------------------------------- the other ranks' requests
 
@@ -242,7 +243,7 @@ class TwoSided(Transport):
         request = buffers.empty(_REQUEST.size, dtype=torch.uint8, device=self._comm.device)
         while True:
             yield [ops.Recv(request, peer, window.tag, ops.RMA_REQUEST)]
-            what, offset, first, second = _REQUEST.unpack(codec.to_bytes(request))
+            what, offset, first, second = _REQUEST.unpack(crossing.to_bytes(request))
             if what == _PUT:
                 if first:
                     yield [ops.Recv(window.span(offset, first), peer, window.tag, ops.RMA_DATA)]
@@ -254,7 +255,7 @@ class TwoSided(Transport):
                 window.signal(peer)
             elif what in (_ADD, _SWAP, _FLUSH, _CLOSE):
                 before = window.atomic(what, offset, first, second) if what in (_ADD, _SWAP) else 0
-                reply = buffers.int64([before], device=self._comm.device)
+                reply = crossing.to_device(buffers.int64([before], device="cpu"), self._comm.device)
                 yield [ops.Send(reply, peer, window.tag, ops.RMA_REPLY)]
                 if what == _CLOSE:
                     return

@@ -10,7 +10,7 @@ from torch import Tensor
 from aiocomms.errors import CommError, MessageTruncatedError
 from aiocomms.lowlevel.failures import misfit
 from aiocomms.lowlevel.libraries import native
-from aiocomms.ops.writing import write, writing
+from aiocomms.ops.writing import note_copy, write, writing
 
 
 def copy_message(given: Tensor, wanted: Tensor, src: int) -> CommError | None:
@@ -30,6 +30,7 @@ def copy_message(given: Tensor, wanted: Tensor, src: int) -> CommError | None:
     elif isinstance(error, MessageTruncatedError):
         n = min(given.numel(), wanted.numel())
         write(wanted.view(-1)[:n], given.view(-1)[:n])
+    note_copy(wanted)
     return error
 
 

@@ -5,7 +5,6 @@ The decoder checks received bytes before it uses them. It trusts no length beyon
 
 from __future__ import annotations
 
-import ctypes
 import math
 import struct
 from collections.abc import Awaitable
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from aiocomms.arguments import short
 from aiocomms.errors import ArgumentError, ArgumentTypeError, ProtocolError
-from aiocomms.ops import buffers
 from aiocomms.ops.apart import APART_BYTES, MAX_APART, Item, Landing, new_tensor, size_of
 from aiocomms.ops.checks import DTYPES, PLAIN
 from aiocomms.ops.modes import stands_for_others, unaffected
@@ -309,19 +307,3 @@ def _unpack_tensor(data: memoryview) -> Tensor:
     if not nbytes:
         return new_tensor(dtype, shape)
     return torch.frombuffer(bytearray(data[TENSOR_BYTES:]), dtype=dtype).view(shape)
-
-
-@unaffected
-def to_tensor(data: bytes | bytearray, device: torch.device) -> Tensor:
-    """Return bytes as a flat uint8 tensor on ``device``. A tensor on the CPU shares the memory of a given bytearray."""
-    if not data:
-        return buffers.empty(0, dtype=torch.uint8, device=device)
-    writable = data if isinstance(data, bytearray) else bytearray(data)
-    host = torch.frombuffer(writable, dtype=torch.uint8)
-    return host if device.type == "cpu" else host.to(device)
-
-
-def to_bytes(tensor: Tensor) -> bytes:
-    """Return a copy of a tensor's elements as bytes; the inverse of :func:`to_tensor`."""
-    host = tensor if tensor.is_cpu else tensor.cpu()
-    return ctypes.string_at(host.data_ptr(), host.nbytes)

@@ -16,6 +16,7 @@ from aiocomms.ops import buffers
 from aiocomms.ops.modes import unaffected
 
 _AS_IT_IS = nullcontext()
+_copies: dict[tuple[int, int], torch.cuda.Event] = {}  # the last copy on each stream
 
 
 def writing(tensor: Tensor) -> AbstractContextManager[object]:
@@ -38,6 +39,19 @@ def write(out: Tensor, source: Tensor) -> None:
     """Copy the elements of ``source`` into ``out``, which may have another shape."""
     with writing(out):
         out.copy_(source.detach().view(out.shape))
+
+
+def note_copy(out: Tensor) -> None:
+    """Note a copy into a GPU's memory that was just enqueued on the current stream, for :func:`copies_under_way`."""
+    if out.is_cuda and not torch.cuda.is_current_stream_capturing():
+        stream = torch.cuda.current_stream(out.device)
+        key = out.device.index, stream.cuda_stream
+        _copies.setdefault(key, torch.cuda.Event()).record(stream)  # type: ignore[no-untyped-call]
+
+
+def copies_under_way() -> list[torch.cuda.Event]:
+    """Return events that fire when the GPUs have done all noted copies. There is one for each stream."""
+    return list(_copies.values())
 
 
 def octets(tensor: Tensor) -> Tensor:

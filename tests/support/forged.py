@@ -11,6 +11,7 @@ from torch import Tensor
 from aiocomms import Work, ops
 from aiocomms.communicator import parcels
 from aiocomms.communicator.communicator import Communicator
+from aiocomms.cuda import crossing
 from aiocomms.ops import codec
 from aiocomms.ops.codec import MAX_DIMS
 
@@ -46,5 +47,5 @@ def swap(offset: int, expected: int, value: int) -> bytes:
 
 def send(comm: Communicator, data: bytes | Tensor, dst: int, tag: int, channel: int) -> Work[None]:
     """Send a message on one of the library's own channels."""
-    payload = codec.to_tensor(data, comm.device) if isinstance(data, bytes) else data
+    payload = crossing.to_tensor(data, comm.device) if isinstance(data, bytes) else data
     return issue(comm, ops.Send(payload, dst, tag, channel))

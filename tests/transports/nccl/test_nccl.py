@@ -31,7 +31,7 @@ from torch.distributed import HashStore
 import aiocomms
 from aiocomms import ReduceOp, ops
 from aiocomms.bootstrap import registry
-from aiocomms.cuda import SPIN, Completions, recorded
+from aiocomms.cuda import SPIN, Completions, crossing, recorded
 from aiocomms.errors import (
     ArgumentError,
     CapturedWorkError,
@@ -43,7 +43,7 @@ from aiocomms.errors import (
     StoreLostError,
     UnsupportedOperation,
 )
-from aiocomms.ops import codec, reductions
+from aiocomms.ops import reductions
 
 pytestmark = pytest.mark.deterministic
 
@@ -556,7 +556,7 @@ async def test_what_is_made_of_messages_is_refused_in_a_capture_before_anything_
 
     async with world(2) as comms:
         with cuda.graph(), monkeypatch.context() as patch:
-            patch.setattr(codec, "to_tensor", copies)
+            patch.setattr(crossing, "to_device", copies)
             for call in (
                 lambda: comms[0].broadcast_object({"a": torch.ones(3)}, root),
                 lambda: comms[0].all_gather_object(1),

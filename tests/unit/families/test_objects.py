@@ -15,6 +15,7 @@ from concurrency import ranks, together, turns
 from aiocomms import ops
 from aiocomms.communicator import parcels
 from aiocomms.core import core
+from aiocomms.cuda import crossing
 from aiocomms.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -331,7 +332,7 @@ def test_large_tensors_bytes_and_texts_travel_as_their_own_messages():
     parcel = parcels.Parcel([tensor, data, text], cpu, pickle=False)
     assert not parcel.late
     assert parcel.messages[0].data_ptr() == tensor.data_ptr()
-    arrival = parcels.ArrivingObject(codec.to_bytes(parcel.header), cpu)
+    arrival = parcels.ArrivingObject(crossing.to_bytes(parcel.header), cpu)
     arrival.body = parcel.body
     into = arrival.unpack()
     value = arrival.open(pickle=False)
@@ -350,7 +351,7 @@ def test_object_memory_on_another_device_is_copied_to_the_communicators():
     parcel = parcels.Parcel(obj, device, pickle=False)
     assert parcel.late
     parcel.prepare()
-    arrival = parcels.ArrivingObject(codec.to_bytes(parcel.header), device)
+    arrival = parcels.ArrivingObject(crossing.to_bytes(parcel.header), device)
     arrival.body = parcel.body
     into = arrival.unpack()
     assert arrival.settle is not None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aiocomms.errors import MismatchError
 from aiocomms.ops import reductions
-from aiocomms.ops.writing import writing
+from aiocomms.ops.writing import note_copy, writing
 
 Records = Sequence[Any]
 
@@ -30,6 +30,7 @@ def _copy(out: Tensor, source: Tensor) -> None:
     if out.data_ptr() != source.data_ptr():
         with writing(out):
             out.view(-1).copy_(source.view(-1))
+        note_copy(out)
 
 
 def _barrier(records: Records) -> None:

@@ -1,0 +1,58 @@
+"""Bytes and numbers of the host as tensors on a device, and back. Copies to and from a GPU wait for no other stream.
+
+torch's copy between the host and a GPU blocks its thread until the current stream is idle. On the loop's thread that is
+a stream of the program, and its kernels may run long, or wait for ops of this rank. These functions make an idle stream
+current for the copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from aiocomms.cuda import ipc
+from aiocomms.ops import buffers
+from aiocomms.ops.modes import unaffected
+from aiocomms.ops.writing import copies_under_way
+
+
+@unaffected
+def to_tensor(data: bytes | bytearray, device: torch.device) -> Tensor:
+    """Return bytes as a flat uint8 tensor on ``device``. A tensor on the CPU shares the memory of a given bytearray."""
+    if not data:
+        return buffers.empty(0, dtype=torch.uint8, device=device)
+    writable = data if isinstance(data, bytearray) else bytearray(data)
+    return to_device(torch.frombuffer(writable, dtype=torch.uint8), device)
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    """Return a copy of a tensor's elements as bytes; the inverse of :func:`to_tensor`. See :func:`to_host`."""
+    host = to_host(tensor)
+    return ctypes.string_at(host.data_ptr(), host.nbytes)
+
+
+@unaffected
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the CPU itself, or a copy on another device that is complete."""
+    if device.type != "cuda":
+        return host.to(device)
+    caller = torch.cuda.current_stream(device)
+    with ipc.aside(caller.device_index):
+        tensor = host.to(device)
+    tensor.record_stream(caller)  # The memory is the idle stream's, which would use it again before the caller's reads.
+    return tensor
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Return a tensor of the CPU itself, or a copy of a tensor on another device.
+
+    The tensor comes from :func:`to_device`, or an op that has ended has written it. Kernels may not write it.
+    """
+    if not tensor.is_cuda:
+        return tensor.cpu()
+    with ipc.aside(tensor.device.index):
+        for copy in copies_under_way():
+            copy.wait()
+        return tensor.cpu()
