@@ -64,6 +64,13 @@ def conformance(transport: str, ranks: int, environment: Mapping[str, str]) -> S
     return Step(name, [sys.executable, *command], 1200.0, environment if ranks > 1 else {}, tests=True)
 
 
+def in_python(environment: Mapping[str, str]) -> Step:
+    """Return the step of the conformance suite's collectives and messages over NCCL's launcher in Python."""
+    step = conformance("nccl", 2, {**environment, "AIOCOMMS_PURE": "1"})
+    chosen = "-k=test_collectives or test_messages"
+    return step._replace(name=f"{step.name}, launcher in Python", command=[*step.command, chosen])
+
+
 def pytest(name: str, environment: Mapping[str, str], *files: str) -> Step:
     """Return a step that runs some of this repository's tests."""
     command = [sys.executable, "-m", "pytest", *files, "--timeout=200", "--junitxml={junit}"]
@@ -104,6 +111,7 @@ def all_steps(nccl: tuple[int, ...], out: Path) -> list[Step]:
         shared["PYTHONPATH"] = os.pathsep.join(filter(None, [str(OWN_HOST), os.environ.get("PYTHONPATH")]))
     return [
         *(conformance(transport, ranks, shared) for transport in ("nccl", "ucx") for ranks in (1, 2, 4)),
+        in_python(shared),
         pytest("faults G1 to G12", {}, "tests/gpu/test_faults.py"),
         pytest("CUDA graphs", {}, "tests/gpu/test_graphs.py"),
         pytest("arrays of CuPy", {}, "tests/gpu/test_arrays.py"),

@@ -158,7 +158,7 @@ def test_a_figure_of_an_earlier_run_is_not_shown(tmp_path: Path) -> None:
 def test_the_steps(nccl: tuple[int, ...], tmp_path: Path) -> None:
     """The steps are conformance on 1, 2 and 4 ranks, faults, graphs, arrays, examples, sanitizers and benchmarks."""
     steps = {step.name: step for step in check.all_steps(nccl, tmp_path)}
-    assert len(steps) == 6 + 4 + 2 + 1
+    assert len(steps) == 6 + 1 + 4 + 2 + 1
     for name, ranks in (("1 rank", 1), ("2 ranks", 2), ("4 ranks", 4)):
         for transport in ("nccl", "ucx"):
             step = steps[f"conformance, {transport}, {name}"]
@@ -166,6 +166,7 @@ def test_the_steps(nccl: tuple[int, ...], tmp_path: Path) -> None:
             assert {f"--transport={where}", "--device=cuda", f"--ranks={ranks}"} <= set(step.command)
             assert step.tests
     shared = steps["conformance, nccl, 2 ranks"].environment
+    assert steps["conformance, nccl, 2 ranks, launcher in Python"].environment == {**shared, "AIOCOMMS_PURE": "1"}
     assert shared["NCCL_MAX_CTAS"] == "1"
     assert shared["NCCL_NVLS_ENABLE"] == "0"
     assert (shared.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1") == (nccl >= (2, 30))
