@@ -20,7 +20,7 @@ HANDLE = bytes(range(64))
 SHARED = ("gpu-0", b"\x02c" + HANDLE, 12, 4, b"/counter", 3, b"e" * 64, True)
 """The record that describes shared memory of the first GPU."""
 RELEASED = ("released", b"/counter", 3)
-"""What tells the owner that this process does not map the memory."""
+"""The call that tells the owner: this process does not map the memory."""
 
 
 class Storage:
@@ -122,7 +122,7 @@ def test_shared_memory_stays_mapped_from_before_torch_maps_until_it_unmaps(gpus:
     assert gpus.log == [("mapped", HANDLE, 1, 0), ("torch maps", 0, SHARED[1:])]
     gpus.log.clear()
     mapped.release()
-    assert gpus.log == ["torch lets go", ("unmapped", 0x700, 0)]  # and torch then releases its counter itself
+    assert gpus.log == ["torch lets go", ("unmapped", 0x700, 0)]
 
 
 @pytest.mark.parametrize(

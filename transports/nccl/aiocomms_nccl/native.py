@@ -180,7 +180,8 @@ class NativeLauncher:
             else:
                 did = True
                 self._end(self._ops.pop(number), kind, code)
-        return (len(self._direct) > 0 and self._direct.poll()) or did  # it may raise, so the port is emptied before
+        # A poll of events may raise an error, so the port is emptied first.
+        return (len(self._direct) > 0 and self._direct.poll()) or did
 
     def _end(self, op: _UnderWay, kind: int, code: int) -> None:
         what, then, _ = op
