@@ -14,10 +14,11 @@ from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, as_int
 from aiocomms.endpoints.handovers import Counter, Incoming, encoded
 from aiocomms.endpoints.lending import Borrowing
 from aiocomms.endpoints.peer import Peer
-from aiocomms.endpoints.pools import LeasedBlocks, selected
+from aiocomms.endpoints.pools import Lease, LeasedBlocks, selected
 from aiocomms.endpoints.regions import RemoteRegion
 from aiocomms.errors import ArgumentError, CommError, LeaseError, as_reason
 from aiocomms.lowlevel.handles import Handle
+from aiocomms.lowlevel.shielding import shielded
 from aiocomms.ops import buffers
 from aiocomms.ops.modes import unaffected
 from aiocomms.progress.work import Work
@@ -31,7 +32,8 @@ class HandedLease(Handle):
     """Blocks that another endpoint has handed over; made by :meth:`Endpoint.handed`.
 
     ``async with`` gives the blocks back at the end of its body. If the body raises an exception, the blocks are
-    released without an answer, and the owner gets the exception's text as the reason.
+    released without an answer, and the owner gets the exception's text as the reason. In both cases the block ends
+    once no operation on the blocks moves data, even if the task is cancelled.
     """
 
     def __init__(self, peer: Peer, incoming: Incoming, blocks: tuple[int, ...]) -> None:
@@ -160,8 +162,14 @@ class HandedLease(Handle):
         incoming = self._incoming
         if error is not None:
             incoming.end(None, LeaseError(as_reason(error)))
+            await shielded(self._idle)
         elif incoming.borrowed.state is Borrowing.OPEN or (incoming.error is not None and not incoming.told):
             await self.give_back()
+
+    async def _idle(self) -> None:
+        """Wait until no operation on the blocks moves data."""
+        await self._incoming.idle()
+        await self._peer._still()
 
     async def _move(self, op: str, given: Given, part: int | None, timeout: OpTimeout) -> Given:
         incoming, write = self._incoming, op == "write"
@@ -170,39 +178,52 @@ class HandedLease(Handle):
             if write and not incoming.write:
                 raise LeaseError("the blocks were handed over to be read only")
             moves = self._moves("source" if write else "into", given, part)
+            lease = given._whole if isinstance(given, LeasedBlocks) else None
+            if lease is not None:
+                lease._begin()
             incoming.begin(write=write)
+            works: list[Work[Any]] = []
             try:
                 blocks, left = await self._peer._attached(incoming.shelf.blocks, timeout)
                 if not write:
                     words, left = await self._peer._attached(incoming.shelf.words, left)
                 incoming.check()  # The owner may have taken the blocks back during the opening of their memory.
-                works = [self._start(blocks, write, *move, left) for move in moves]
+                start = blocks.put_v if write else blocks.get_v
+                for move in moves:
+                    work = start(*move, timeout=left)
+                    works.append(work)
                 for work in works:
                     await work
                 if not write:
                     await self._vouched(words, left)
             finally:
-                incoming.done()
+                self._leave(works, lease)
         except CommError as error:
             raise error.about(comm=self._peer._where, op=op) from error.__cause__
         return given
 
-    def _start(
-        self, region: RemoteRegion, write: bool, tensor: Any, offsets: Places, starts: Places,
-        count: int, timeout: OpTimeout,
-    ) -> Work[Any]:  # fmt: skip
-        """Start an operation on the blocks; it counts as under way until its work is done."""
-        move = region.put_v if write else region.get_v
-        work = move(tensor, offsets, starts, count, timeout=timeout)
-        if not work.done():
-            self._incoming.begin(write=write)
+    def _leave(self, works: list[Work[Any]], lease: Lease | None) -> None:
+        """Let a call count as under way until its works are done: those of a cancelled call go on.
 
-            def ended(work: Work[Any]) -> None:
-                work.exception()  # This marks an error as seen, because a cancelled task does not await the work.
-                self._incoming.done()
+        :param lease: the lease that the works read or write besides the blocks.
+        """
+        running = {work for work in works if not work.done()}
 
-            work.add_done_callback(ended)
-        return work
+        def ended(work: Work[Any]) -> None:
+            work.exception()  # This marks an error as seen, because a cancelled task does not await the work.
+            running.discard(work)
+            if not running:
+                over()
+
+        def over() -> None:
+            self._incoming.done()
+            if lease is not None:
+                self._peer._when_still(lease._done)
+
+        for work in works:
+            work.add_done_callback(ended) if work in running else work.exception()
+        if not running:
+            over()
 
     async def _vouched(self, words: RemoteRegion, timeout: OpTimeout) -> None:
         """Check that the hand-over lasted during the whole read; see :attr:`LeaseLedger.words`.

@@ -108,7 +108,7 @@ class Incoming:
         self.shelf, self.blocks, self.meta = shelf, blocks, meta
         self.borrowed = Borrowed()
         self._of = of
-        self.ended = Promise(of.driver)
+        self.ended, self._news = Promise(of.driver), Bell(of.driver)
         self.error: CommError | None = None
         """The reason why the blocks are unusable; None if they are usable or were given back."""
         self.answer: bytes | None = None
@@ -133,6 +133,11 @@ class Incoming:
         """Note that an operation has ended."""
         self._step(lending.done(self.borrowed))
 
+    async def idle(self) -> None:
+        """Wait until no operation is under way."""
+        while self.borrowed.busy > 0:
+            await self._news
+
     def end(self, answer: bytes | None, error: CommError | None) -> None:
         """Release the blocks as soon as no operation is under way. Only the first call has an effect."""
         if self.borrowed.state is Borrowing.OPEN:
@@ -156,6 +161,7 @@ class Incoming:
 
     def _step(self, step: BorrowedStep) -> None:
         self.borrowed, actions = step
+        self._news.ring()
         for act in actions:
             if act is Act.FLUSH:
                 self._of.flush(self)

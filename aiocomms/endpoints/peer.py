@@ -6,6 +6,7 @@ import contextlib
 import enum
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from contextvars import Context
 from typing import Any, Final, Self, TypeVar, overload
 
 import anyio
@@ -381,6 +382,23 @@ class Peer(Handle):
         finally:
             self._hand_overs.close()
             self._released.set()
+
+    async def _still(self) -> None:
+        """Wait until the failed operations of this connection move no more data."""
+        if self._comm.aborted or self._comm.closed:
+            await self._released
+
+    def _when_still(self, call: Callable[[], object]) -> None:
+        """Call a function after :meth:`_still`; at once if the connection is not over."""
+
+        async def run() -> None:
+            await self._still()
+            call()
+
+        if self._comm.aborted or self._comm.closed:
+            self._comm._core.driver.spawn(run, Context())
+        else:
+            call()
 
     async def _settle_for_a_while(self) -> None:
         with anyio.move_on_after(CLOSE_GRACE), contextlib.suppress(CommError):

@@ -179,10 +179,11 @@ class Pool(Handle):
 
     @property
     def held(self) -> int:
-        """The number of blocks whose lease has ended, but into which a borrower may still write.
+        """The number of blocks whose lease has ended, but which are still in use.
 
-        Blocks are held if the connection was lost, and the borrower's process may still be alive. They become free once
-        the borrower has released them, or its process has ended.
+        Blocks are held if the connection was lost, and a borrower may still write into them. They become free once the
+        borrower has released them, or its process has ended. Blocks are also held until a cancelled
+        :meth:`HandedLease.read` or :meth:`HandedLease.write` of this endpoint moves no more data.
         """
         return self._held
 
@@ -268,8 +269,14 @@ class Pool(Handle):
 class LeasedBlocks(Handle):
     """Selected blocks of a lease, in a chosen order; made by :meth:`select`."""
 
-    def __init__(self, pool: Pool, blocks: tuple[int, ...]) -> None:
-        self._pool, self._blocks = pool, blocks
+    def __init__(self, pool: Pool, blocks: tuple[int, ...], lease: Lease | None = None) -> None:
+        self._pool, self._blocks, self._lease = pool, blocks, lease
+
+    @property
+    def _whole(self) -> Lease:
+        """The lease of the blocks."""
+        assert self._lease is not None
+        return self._lease
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -293,7 +300,7 @@ class LeasedBlocks(Handle):
 
         :raises ArgumentError: a place is out of range.
         """
-        return LeasedBlocks(self._pool, selected(self._blocks, places))
+        return LeasedBlocks(self._pool, selected(self._blocks, places), self._whole)
 
 
 def selected(blocks: tuple[int, ...], places: Sequence[int]) -> tuple[int, ...]:
@@ -316,6 +323,12 @@ class Lease(LeasedBlocks):
         self._ending = self._ended = False
         self._out: dict[LentBlocks, None] = {}
         """The hand-overs through which others may use the blocks: under way or held."""
+        self._busy = 0
+        """The number of this endpoint's operations on the blocks."""
+
+    @property
+    def _whole(self) -> Lease:
+        return self
 
     def __repr__(self) -> str:
         return f"<Lease of {len(self)} blocks{' (ended)' * self._ended}>"
@@ -325,24 +338,51 @@ class Lease(LeasedBlocks):
         """True once the lease has ended, so that its blocks may belong to another lease."""
         return self._ended
 
-    def _lend(self, out: LentBlocks) -> None:
-        """Register a hand-over, until :meth:`_settled`.
+    def _check(self) -> None:
+        """Check that the blocks belong to this lease.
 
         :raises LeaseError: the lease has ended.
         """
         if self._ending:
             raise LeaseError("the lease has ended: its blocks may belong to another lease")
+
+    def _lend(self, out: LentBlocks) -> None:
+        """Register a hand-over, until :meth:`_settled`.
+
+        :raises LeaseError: the lease has ended.
+        """
+        self._check()
         self._out[out] = None
 
     def _settled(self, out: LentBlocks) -> None:
         """Note that a hand-over no longer uses the blocks."""
         del self._out[out]
-        if self._ended and not self._out:
+        self._free_held()
+
+    def _begin(self) -> None:
+        """Count an operation of this endpoint on the blocks, until :meth:`_done`.
+
+        :raises LeaseError: the lease has ended.
+        """
+        self._check()
+        self._busy += 1
+
+    def _done(self) -> None:
+        """Note that an operation of this endpoint moves no more data."""
+        self._busy -= 1
+        self._free_held()
+
+    @property
+    def _in_use(self) -> bool:
+        return bool(self._out or self._busy)
+
+    def _free_held(self) -> None:
+        if self._ended and not self._in_use:
             self._pool._hold(-len(self))
             self._pool._put(self._blocks)
 
     async def _end(self, why: str) -> None:
-        """Take all hand-overs back, and free the blocks unless a borrower holds them."""
+        """Take all hand-overs back, and free the blocks unless they are still in use."""
         self._ending = True
         try:
             # The hand-over itself raises the error.
@@ -350,7 +390,7 @@ class Lease(LeasedBlocks):
                 await all_of([functools.partial(out.take_back, why) for out in self._out if not out.ended])
         finally:  # No scope shields a task from asyncio's own cancel(), which gets here once all hand-overs have ended.
             self._ended = True
-            if self._out:
+            if self._in_use:
                 self._pool._hold(len(self))
             else:
                 self._pool._put(self._blocks)

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import anyio
 import pytest
 import torch
 
@@ -204,6 +205,11 @@ def test_wrong_arguments_of_a_handed_lease_are_refused_and_it_stays_usable() -> 
         handed = await anext(mine.handed())
         own = mine.new_pool(torch.zeros(4, LAYERS, WIDTH + 1, dtype=torch.int64))
         into = torch.zeros(handed.shape, dtype=torch.int64)
+        async with mine.new_pool(numbers()).lease(2) as ended:
+            pass
+        for over in (ended, ended.select([0, 1])):
+            with pytest.raises(LeaseError, match="the lease has ended: its blocks may belong to another lease"):
+                await handed.read(over)
         async with own.lease(2) as misfit:
             for wrong, part, text in (
                 (into[:1], None, "wanted a tensor of shape"),
@@ -442,6 +448,87 @@ def test_lease_whose_task_is_cancelled_again_and_again_waits_for_the_borrower() 
     async def borrower(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
         handed = await anext(mine.handed())
         assert isinstance(await read_until_it_raises(handed), LeaseError)
+
+    between(owner, borrower, latency=(0.5, 0.5))
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_lease_of_a_cancelled_read_or_write_keeps_its_blocks_until_no_data_moves(write: bool) -> None:
+    async def owner(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        pool = mine.new_pool(numbers())
+        async with pool.lease() as lease:
+            await peer.hand_over(lease, write=write, timeout=60)
+            assert lease[0].equal(numbers(100)[1] if write else numbers()[0])
+
+    async def borrower(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        own, handed = mine.new_pool(numbers(100)[:2]), await anext(mine.handed())
+        move = handed.write if write else handed.read
+        await handed.read(torch.zeros(handed.shape, dtype=torch.int64))  # This opens the region.
+        async with own.lease():
+            with anyio.move_on_after(0.3) as scope:
+                async with own.lease() as lease:
+                    await move(lease.select([0]))
+            assert scope.cancelled_caught
+            assert (lease.ended, own.free, own.leased, own.held) == (True, 0, 1, 1)
+            async with own.lease() as later:
+                later[0].fill_(-1)
+                await asyncio.sleep(5)
+                assert later[0].eq(-1).all(), "the cancelled operation has changed the blocks of another lease"
+            assert (own.free, own.held) == (1, 0)
+        await handed.give_back()
+
+    between(owner, borrower, latency=(0.5, 0.5))
+
+
+def test_lease_of_a_read_that_its_lost_connection_ends_is_held_until_the_connection_is_closed() -> None:
+    async def owner(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        async with mine.new_pool(numbers()).lease() as lease:
+            with pytest.raises(CommError):
+                await peer.hand_over(lease)
+
+    async def borrower(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        own, handed = mine.new_pool(numbers()), await anext(mine.handed())
+        await handed.read(torch.zeros(handed.shape, dtype=torch.int64))
+        close = asyncio.Event()
+        peer._hand_overs.part = close.wait  # type: ignore[assignment, method-assign]
+        async with own.lease() as lease:
+            read = asyncio.ensure_future(handed.read(lease))
+            await asyncio.sleep(0.3)
+            peer.abort("it is enough")
+            with pytest.raises(CommError, match="it is enough"):
+                await read
+        assert own.held == 1
+        close.set()
+        async with own.lease(BLOCKS):
+            pass
+
+    between(owner, borrower, latency=(0.5, 0.5))
+
+
+def test_block_that_is_cancelled_ends_when_its_operations_have_ended() -> None:
+    async def owner(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        async with mine.new_pool(numbers(1)).lease() as lease:
+            with pytest.raises(LeaseError, match="has dropped the lease"):
+                await peer.hand_over(lease)
+
+    async def borrower(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        into, opened = torch.zeros(1, LAYERS, WIDTH, dtype=torch.int64), asyncio.Event()
+
+        async def use() -> None:
+            async with await anext(mine.handed()) as handed:
+                await handed.read(into.clone())
+                opened.set()
+                await handed.read(into)
+
+        task = asyncio.ensure_future(use())
+        await opened.wait()
+        for _ in range(2):
+            await asyncio.sleep(0.3)
+            task.cancel()
+        assert not into.any()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert into.all(), "the block has ended before the operation"
 
     between(owner, borrower, latency=(0.5, 0.5))
 
