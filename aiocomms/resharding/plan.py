@@ -63,7 +63,7 @@ def planned(rank: int, source: Sequence[Sequence[ChunkRecord]], target: Sequence
     :param rank: the source rank.
     :param source: the chunks of each source rank.
     :param target: the chunks of each target rank.
-    :raises ArgumentError: the source does not hold everything that the target needs.
+    :raises ArgumentError: the source does not hold everything that the target needs, or the shapes of a tensor differ.
     """
     held, wanted = _by_name(source), _by_name([record.chunks for record in target])
     load = [0] * len(source)
@@ -103,9 +103,10 @@ def _portions(
     shape = wanted[0][1].shape
     if not held:
         return [], f"there is no {name!r}"
-    for rank, record in held:
-        if record.shape != shape:
-            return [], f"{name!r} has shape {[*record.shape]} on source rank {rank}, wanted {[*shape]}"
+    for side, chunks in (("target", wanted), ("source", held)):
+        for rank, record in chunks:
+            if record.shape != shape:
+                return [], f"{name!r} has shape {[*record.shape]} on {side} rank {rank}, wanted {[*shape]}"
     itemsize = DTYPES[wanted[0][1].dtype].itemsize
     portions, missing = shared(_boxes(wanted), _boxes(held), itemsize, load)
     if missing:

@@ -115,7 +115,8 @@ class Source(Party):
             converts, with rounding.
         :param timeout: the deadline of each phase in seconds; None: no deadline. The default is the
             communicator's timeout.
-        :raises ArgumentError: an argument is wrong, or the tensors lack something that the target needs.
+        :raises ArgumentError: an argument is wrong, the tensors lack something that the target needs, or the ranks of
+            either side have different whole shapes of a tensor.
         :raises MoveLostError: another rank could not connect to the target.
         :raises CommError: this rank could not connect, or the communicator is lost or closed.
         """

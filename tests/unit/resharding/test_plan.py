@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -192,3 +193,12 @@ def test_error_names_what_the_target_needs(held: dict[str, Any], message: str) -
     wanted = [TargetRecord(b"", records_of(chunks_of({"a": torch.zeros(4), "b": torch.zeros(4)}, CPU)))]
     with pytest.raises(ArgumentError, match=f"^tensors do not have what the target needs: {message}$"):
         planned(0, [records_of(chunks_of(held, CPU))], wanted)
+
+
+@pytest.mark.parametrize("other", [torch.zeros(4, 2), torch.zeros(32)])
+def test_target_ranks_whose_whole_shapes_of_a_tensor_differ_are_refused(other: torch.Tensor) -> None:
+    whole = {"w": torch.zeros(8, 4)}
+    wanted = [TargetRecord(b"", records_of(chunks_of(chunks, CPU))) for chunks in (whole, {"w": other})]
+    shape = re.escape(str([*other.shape]))
+    with pytest.raises(ArgumentError, match=rf"'w' has shape {shape} on target rank 1, wanted \[8, 4\]$"):
+        planned(0, [records_of(chunks_of(whole, CPU))], wanted)
