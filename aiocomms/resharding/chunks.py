@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from aiocomms.arguments import as_int, short, wrong_type
+from aiocomms.arguments import as_int, describe, short, wrong_type
 from aiocomms.errors import ArgumentError
 from aiocomms.ops import checks
 from aiocomms.resharding.boxes import Box
@@ -105,6 +105,8 @@ def _checked(name: str, chunk: Chunk, device: torch.device) -> Chunk:
     plain = type(tensor) in checks.PLAIN and tensor.layout == torch.strided and not tensor.is_nested
     if not plain or tensor.dtype not in checks.DTYPES or tensor.device != device:
         checks.readable(f"{name}.tensor", tensor, _OnDevice(device))
+    if not _has_memory(tensor):
+        raise ArgumentError(f"{name}.tensor ({describe(tensor)}) has no memory: its storage was freed or resized")
     shape, offsets = (
         _ints(f"{name}.{what}", value) for what, value in (("shape", chunk.shape), ("offsets", chunk.offsets))
     )
@@ -117,6 +119,27 @@ def _checked(name: str, chunk: Chunk, device: torch.device) -> Chunk:
             f"{name} has offsets {[*offsets]} and a tensor of shape {[*sizes]}, wanted a part of shape {[*shape]}"
         )
     return Chunk(tensor.detach(), shape, offsets)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Return whether all elements of a tensor lie in its storage, whose size the program may have changed."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + last + 1) * tensor.itemsize
+    return not tensor.numel() or end <= tensor.untyped_storage().nbytes()
+
+
+def unchanged(tensors: object, device: torch.device, records: Sequence[ChunkRecord]) -> dict[str, Chunk]:
+    """Return tensors as chunks with their present memory, by name.
+
+    :param records: the records of the same tensors when they were first given.
+    :raises ArgumentError: a tensor has another shape, dtype or device than before, or no memory.
+    """
+    chunks = chunks_of(tensors, device)
+    for was, now in zip(records, records_of(chunks), strict=True):
+        if was != now:
+            found = describe(chunks[was.name].tensor)
+            raise ArgumentError(f"tensors[{short(was.name)}] is {found}, wanted {was.dtype}{[*was.sizes]} as before")
+    return chunks
 
 
 def _ints(name: str, value: Any) -> tuple[int, ...]:

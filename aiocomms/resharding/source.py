@@ -25,8 +25,9 @@ from aiocomms.errors import (
     as_reason,
 )
 from aiocomms.lowlevel import clock, run_in_thread
+from aiocomms.lowlevel.shielding import shielded
 from aiocomms.progress.driver import Bell
-from aiocomms.resharding.chunks import Chunk, chunks_of, records_of
+from aiocomms.resharding.chunks import Chunk, chunks_of, records_of, unchanged
 from aiocomms.resharding.party import Party, hear, say
 from aiocomms.resharding.plan import MovePlan, planned
 from aiocomms.resharding.protocol import (
@@ -76,10 +77,11 @@ class Source(Party):
     _plan: MovePlan
 
     def __init__(
-        self, comm: Communicator, here: Endpoint, chunks: Mapping[str, Chunk], convert: Convert | None
+        self, comm: Communicator, here: Endpoint, tensors: Tensors, chunks: Mapping[str, Chunk], convert: Convert | None
     ) -> None:
         super().__init__(comm, "a source")
-        self._here, self._chunks, self._convert = here, chunks, convert
+        self._here, self._convert = here, convert
+        self._tensors, self._chunks, self._records = dict(tensors), chunks, records_of(chunks)
         self._peers: dict[int, Peer] = {}
         """The connections to the target ranks that this rank writes to; rank 0 also connects to target rank 0."""
         self._version = self._asked = 0
@@ -124,7 +126,7 @@ class Source(Party):
             raise wrong_type("here", here, "an Endpoint")
         if convert is not None and not callable(convert):
             raise wrong_type("convert", convert, "a function, or None")
-        self = cls(comm, here, chunks_of(tensors, here.device), convert)
+        self = cls(comm, here, tensors, chunks_of(tensors, here.device), convert)
         try:
             await self._meet(address, timeout)
         except BaseException:
@@ -134,8 +136,8 @@ class Source(Party):
 
     async def _meet(self, address: bytes, timeout: OpTimeout) -> None:
         """Exchange inventories with the target and the other ranks, plan, and connect."""
-        number, records = clock.token_bytes(16), records_of(self._chunks)
-        mine = WORDS.encode(Inventory(0, (TargetRecord(b"", records),)))
+        number = clock.token_bytes(16)
+        mine = WORDS.encode(Inventory(0, (TargetRecord(b"", self._records),)))
 
         async def inquire() -> tuple[bytes, bytes, bytes]:
             return number, mine, b"" if self._rank else await self._inquire(address, number, timeout)
@@ -215,7 +217,8 @@ class Source(Party):
         :param version: a number above every version that the target has had.
         :param timeout: the deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :raises ArgumentError: the version is not above all earlier ones; all ranks raise this error, and nothing was
-            written.
+            written. Or a tensor of this rank has changed its shape, dtype or device, or has lost its memory; the other
+            ranks raise MoveLostError.
         :raises MismatchError: the ranks' versions differ; nothing was written.
         :raises MoveTimeoutError: the deadline has passed on a rank; the message says what the move waited for.
         :raises MoveLostError: a rank of either side was lost, closed or cancelled, or ``convert`` has raised an error;
@@ -227,10 +230,14 @@ class Source(Party):
         self._state, actions = self._state.start(version)
         self._act(actions)
         try:
+            self._chunks = unchanged(self._tensors, self._here.device, self._records)
             with anyio.move_on_after(seconds) as scope:
                 await self._end()
             if scope.cancelled_caught:
                 await self._give_up(LATE, f"its deadline of {seconds:g} s has passed on source rank {self._rank}")
+        except ArgumentError as error:
+            await shielded(partial(self._give_up, LOST, f"source rank {self._rank}: {as_reason(error)}"))
+            raise error.about(comm=self._comm.name, op="move", rank=self._rank) from None
         except anyio.get_cancelled_exc_class():
             with anyio.CancelScope(shield=True):
                 await self._give_up(LOST, f"it was cancelled on source rank {self._rank}")

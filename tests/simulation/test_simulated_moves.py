@@ -199,6 +199,25 @@ def test_cancelled_rank_ends_the_move_on_the_others_and_the_next_one_works() -> 
     assert run(server, trainer)[:2] == [(2, [3.0, 3.0])] * 2
 
 
+def test_move_reads_the_tensors_with_their_present_memory_and_refuses_others() -> None:
+    async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
+        row.data = torch.full((1, 2), 6.0)
+        await source.move(1)
+        if comm.rank == 1:
+            row.data = torch.zeros(3)
+            with pytest.raises(ArgumentError, match=r"tensors\['w'\] has .* of shape \[3\]"):
+                await source.move(2)
+        else:
+            with pytest.raises(MoveLostError, match=r"source rank 1: ArgumentError: tensors\['w'\] has"):
+                await source.move(2)
+        assert await comm.all_gather_object(source.version) == [1, 1]
+        row.data = torch.full((1, 2), 7.0)
+        await source.move(2)
+        leave("moved")
+
+    assert run(read_when_moved, trainer)[:2] == [(2, [7.0, 7.0])] * 2
+
+
 def test_ranks_that_call_for_different_versions_are_told_so() -> None:
     async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
         with pytest.raises(MismatchError, match=r"source rank 0 for 1, source rank 1 for 2$"):

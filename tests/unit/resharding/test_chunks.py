@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from aiocomms.errors import ArgumentError, ProtocolError
-from aiocomms.resharding.chunks import chunks_of
+from aiocomms.resharding.chunks import chunks_of, records_of, unchanged
 from aiocomms.resharding.words import WORDS, ChunkRecord, Inventory, Known, TargetRecord, inventory
 
 pytestmark = pytest.mark.deterministic
@@ -83,6 +83,32 @@ def test_parameter_and_view_are_taken_as_they_are() -> None:
     assert [(it.shape, it.offsets) for it in chunks.values()] == [((2, 3), (0, 0)), ((4,), (0,)), ((), ())]
     assert not chunks["weight"].tensor.requires_grad
     assert chunks["column"].tensor.stride() == (4,)
+
+
+@pytest.mark.parametrize("nbytes", [0, 15])
+def test_tensor_without_all_its_memory_is_refused(nbytes: int) -> None:
+    tensor = torch.zeros(4)
+    tensor.untyped_storage().resize_(nbytes)
+    message = r"^tensors\['w'\].tensor \(float32\[4\]\) has no memory: its storage was freed or resized$"
+    with pytest.raises(ArgumentError, match=message):
+        chunks_of({"w": tensor}, CPU)
+
+
+def test_views_up_to_the_end_of_their_storage_have_memory() -> None:
+    whole = torch.zeros(4, 6)
+    views = {"end": whole[3:, 4:], "column": whole[:, 5], "none": whole[4:], "repeated": whole[3, 5].expand(7, 2)}
+    assert chunks_of(views, CPU).keys() == views.keys()
+
+
+def test_tensors_are_taken_with_their_present_memory_unless_they_have_become_others() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2, 3))
+    records = records_of(chunks_of({"w": weight}, CPU))
+    weight.data = torch.ones(2, 3)
+    assert unchanged({"w": weight}, CPU, records)["w"].tensor.equal(torch.ones(2, 3))
+    for other, found in ((torch.ones(3, 2), r"float32\[3, 2\]"), (torch.ones(2, 3).half(), r"float16\[2, 3\]")):
+        weight.data = other
+        with pytest.raises(ArgumentError, match=rf"^tensors\['w'\] is {found}, wanted float32\[2, 3\] as before$"):
+            unchanged({"w": weight}, CPU, records)
 
 
 @pytest.mark.parametrize(
