@@ -86,7 +86,7 @@ class Source(Party):
         """The connections to the target ranks that this rank writes to; rank 0 also connects to target rank 0."""
         self._version = self._asked = 0
         self._returned: Return | None = None
-        self._cause: Exception | None = None
+        self._cause: BaseException | None = None
         """The error of this rank that made the last move fail."""
         self._gone = ""
         """The reason why target rank 0 is unreachable; empty if it is reachable."""
@@ -239,8 +239,7 @@ class Source(Party):
             await shielded(partial(self._give_up, LOST, f"source rank {self._rank}: {as_reason(error)}"))
             raise error.about(comm=self._comm.name, op="move", rank=self._rank) from None
         except anyio.get_cancelled_exc_class():
-            with anyio.CancelScope(shield=True):
-                await self._give_up(LOST, f"it was cancelled on source rank {self._rank}")
+            await shielded(partial(self._give_up, LOST, f"it was cancelled on source rank {self._rank}"))
             raise
         self._conclude()
 
@@ -295,7 +294,7 @@ class Source(Party):
                 buffers = {rank: (self._peers[rank], action.descriptors[rank]) for rank in self._plan.targets}
                 await write(self._plan.copies, self._chunks, buffers, self._convert)
                 self._state, actions = self._state.wrote(action.move)
-        except Exception as error:
+        except (Exception, BaseExceptionGroup) as error:  # The function ``convert`` may raise an error of any class.
             self._cause = cause = first(error)
             why = cause.message if isinstance(cause, MoveLostError) else f"source rank {self._rank}: {as_reason(cause)}"
             self._state, actions = self._state.falter(LOST, why)
@@ -380,9 +379,8 @@ class Source(Party):
             await peer.aclose()
 
 
-def first(error: BaseException) -> Exception:
+def first(error: BaseException) -> BaseException:
     """Return the first error of a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    assert isinstance(error, Exception)
     return error

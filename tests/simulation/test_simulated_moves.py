@@ -33,6 +33,10 @@ Trainer = Callable[[Communicator, Source, Tensor], Awaitable[Any]]
 USES = "still uses the version before the current one"
 
 
+class Bare(BaseException):
+    """An error that is no ``Exception``, as those are that end a process."""
+
+
 def leave(name: str, value: bytes = b"") -> None:
     """Leave something for the ranks of both jobs."""
     here().world.store.set(name, value)
@@ -128,19 +132,20 @@ def test_convert_makes_the_values_that_are_sent() -> None:
     assert run(read_when_moved, fills(1.5), dtype=torch.int32, convert=convert)[:2] == [(1, [15, 25])] * 2
 
 
-def test_error_of_convert_is_named_and_the_next_move_works() -> None:
+@pytest.mark.parametrize("kind", [ValueError, Bare])
+def test_error_of_convert_is_named_and_the_next_move_works(kind: type[BaseException]) -> None:
     def convert(name: str, part: Tensor, dtype: torch.dtype) -> Tensor:
         if part.min() == 7:
-            raise ValueError("an unlucky number")
+            raise kind("an unlucky number")
         return part
 
     async def trainer(comm: Communicator, source: Source, row: Tensor) -> Any:
         row.fill_(6 + comm.rank)
         with pytest.raises(
-            MoveLostError, match="version 1 is not current: source rank 1: ValueError: an unlucky"
+            MoveLostError, match=f"version 1 is not current: source rank 1: {kind.__name__}: an unlucky"
         ) as one:
             await source.move(1)
-        assert isinstance(one.value.__cause__, ValueError) == (comm.rank == 1)
+        assert isinstance(one.value.__cause__, kind) == (comm.rank == 1)
         row.fill_(9.0)
         await source.move(1)
         leave("moved")
@@ -182,10 +187,12 @@ def test_cancelled_rank_ends_the_move_on_the_others_and_the_next_one_works() -> 
         await source.move(1)
         if comm.rank == 1:
             task = asyncio.ensure_future(source.move(2))
-            await asyncio.sleep(1)
-            task.cancel()
+            for seconds in (1, 0):
+                await asyncio.sleep(seconds)
+                task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+            assert not source._moving, "the cancelled move is still under way"
             leave("cancelled")
         else:
             with pytest.raises(

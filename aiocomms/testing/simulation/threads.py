@@ -214,7 +214,9 @@ async def run_in_thread(timeline: Timeline, call: Callable[[], _T]) -> _T:
         result, error = None, None
         try:
             result = call()
-        except Exception as raised:
+        except Killed:
+            raise
+        except BaseException as raised:  # The awaiting task raises it.
             error = raised
         loop.call_soon_threadsafe(settle, result, error)
 
