@@ -22,6 +22,7 @@ from aiocomms.endpoints.pools import Lease, LeaseLedger, Pool
 from aiocomms.endpoints.regions import all_of
 from aiocomms.endpoints.words import LONGEST_WHY, GiveBack, Here, Lend, LetGo, OfLeases, Piece, Recall, Shelf
 from aiocomms.errors import ArgumentError, CommError, CommTimeoutError, LeaseError, ProtocolError
+from aiocomms.lowlevel.shielding import shielded
 from aiocomms.ops import codec
 from aiocomms.progress.driver import Bell, LoopDriver, Promise
 
@@ -214,7 +215,8 @@ class HandOvers:
         finally:
             if out is not None and not out.ended:
                 late_why = f"the other endpoint has not given the lease back within {seconds:g} s"
-                await out.take_back(late_why if late.cancelled_caught else "its owner was cancelled")
+                why = late_why if late.cancelled_caught else "its owner was cancelled"
+                await shielded(functools.partial(out.take_back, why))
         if out is None or (late.cancelled_caught and out.error is not None):
             raise CommTimeoutError(f"the other endpoint has not given the lease back within {seconds:g} s")
         return out.result()

@@ -377,11 +377,13 @@ class Peer(Handle):
         """Close this end once both ends have released the blocks that they were lent."""
         try:
             await self._hand_overs.part()
+        finally:  # The scope of ``part`` does not shield it from asyncio's own cancel().
             self._attachments.hear_no_more()
-            await self._comm.aclose()
-        finally:
-            self._hand_overs.close()
-            self._released.set()
+            try:
+                await self._comm.aclose()
+            finally:
+                self._hand_overs.close()
+                self._released.set()
 
     async def _still(self) -> None:
         """Wait until the failed operations of this connection move no more data."""

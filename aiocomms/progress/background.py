@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 
 from aiocomms.errors import CommError, ProtocolError
+from aiocomms.lowlevel.shielding import shielded
 from aiocomms.progress.driver import Bell, LoopDriver
 
 
@@ -51,6 +52,8 @@ class Background:
         self._closed = True
         for scope in self._scopes:
             scope.cancel()
-        with anyio.CancelScope(shield=True):
-            while self._running:
-                await self._ended
+        await shielded(self._all_ended)
+
+    async def _all_ended(self) -> None:
+        while self._running:
+            await self._ended
