@@ -206,6 +206,8 @@ class HandOvers:
     async def hand_over(self, lease: Lease, meta: Any, write: bool, seconds: float) -> Any:
         """Lend the blocks of a lease, wait for the end of the hand-over, and return the borrower's answer."""
         body = self._body(lease, meta)
+        if not isinstance(write, bool):
+            raise wrong_type("write", write, "a bool")
         out: Outgoing | None = None
         late = anyio.CancelScope()
         try:

@@ -184,6 +184,8 @@ def test_wrong_arguments_of_pools_and_leases_are_refused() -> None:
         async with pool.lease(1, timeout=1) as lease:
             with pytest.raises(ArgumentError, match="timeout is -1"):
                 await peer.hand_over(lease, timeout=-1)
+            with pytest.raises(ArgumentTypeError, match=r"write is 1 \(int\), wanted a bool"):
+                await peer.hand_over(lease, write=1)  # type: ignore[arg-type]
         with pytest.raises(ArgumentTypeError, match="lease is 3"):
             await peer.hand_over(3)  # type: ignore[arg-type]
         with pytest.raises(LeaseError, match="the lease has ended"):
