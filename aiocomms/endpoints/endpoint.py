@@ -229,6 +229,7 @@ class Endpoint(Handle):
         finally:
             self._counter.close()
             self._regions.clear()
+            self._pools.clear()
             self._guard.dismiss()
             self._closed.set()
 

@@ -438,6 +438,7 @@ class HandOvers:
 
     def close(self) -> None:
         """Note that this end of the connection is closed."""
+        self._told.clear()
         for out in list(self._out.values()):
             self.step(out, lending.quiet(out.lent))
 

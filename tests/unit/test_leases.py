@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -604,6 +606,24 @@ def test_connection_that_its_owner_closes_takes_everything_back_first() -> None:
             await handed.give_back()
 
     between(owner, borrower)
+
+
+def test_closed_endpoint_keeps_no_pool() -> None:
+    async def owner(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> Any:
+        pool = mine.new_pool(numbers())
+        async with pool.lease() as lease:
+            await peer.hand_over(lease)
+        return weakref.ref(pool)
+
+    async def borrower(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        async with await anext(mine.handed()) as handed:
+            await handed.read(torch.zeros(handed.shape, dtype=torch.int64))
+
+    gc.disable()
+    try:
+        assert between(owner, borrower)[0]() is None, "only the garbage collector frees it"
+    finally:
+        gc.enable()
 
 
 def test_close_that_is_cancelled_while_it_waits_for_the_borrower_releases_everything() -> None:
