@@ -163,16 +163,19 @@ class Endpoint(Handle):
         """
         self._check("register")
         try:
-            memory = fitting("tensor", tensor, self.device, write=True)
-            checks.writable("tensor", memory, self._alone)
-            for name, value in (("read", read), ("write", write)):
-                if not isinstance(value, bool):
-                    raise arguments.wrong_type(name, value, "a bool")
-            if not (read or write):
-                raise ArgumentError("read and write are both False, wanted at least one of them")
-            expires = expiry("lifetime", lifetime)
+            return self._registered(tensor, read, write, lifetime)
         except CommError as error:
             raise error.about(comm=self.name, op="register") from None
+
+    def _registered(self, tensor: TensorLike, read: bool, write: bool, lifetime: Timeout) -> Region:
+        memory = fitting("tensor", tensor, self.device, write=True)
+        checks.writable("tensor", memory, self._alone)
+        for name, value in (("read", read), ("write", write)):
+            if not isinstance(value, bool):
+                raise arguments.wrong_type(name, value, "a bool")
+        if not (read or write):
+            raise ArgumentError("read and write are both False, wanted at least one of them")
+        expires = expiry("lifetime", lifetime)
         number = next(self._numbers)
         says = Descriptor(self._address.endpoint, number, str(memory.dtype), memory.numel(), read, write, expires)
         region = Region(tensor, memory, says, self._key, lambda: self._regions.pop(number, None))
@@ -186,10 +189,11 @@ class Endpoint(Handle):
         :raises ArgumentError: the tensor is not as described above, or has no elements.
         :raises UnsupportedOperation: the endpoint's tensors are on a GPU.
         """
+        self._check("new_pool")
         try:
             if self.device.type != "cpu":
                 raise UnsupportedOperation(f"pools are on the CPU, and this endpoint's tensors on {self.device}")
-            region = self.register(tensor)
+            region = self._registered(tensor, read=True, write=True, lifetime=None)
             memory = region._memory
             if memory.dim() < 2 or not memory.numel():
                 self._regions.pop(region._number)
@@ -251,11 +255,13 @@ class Endpoint(Handle):
     def _grant(self, descriptor: bytes) -> Region:
         """Return the region of a descriptor.
 
-        :raises RegionError: the descriptor is not valid, or the region is revoked.
+        :raises RegionError: the descriptor is not valid, or the region is revoked or without memory.
         """
         region = self._regions.get(check_descriptor(descriptor, self._key).number)
         if region is None:
             raise RegionError(REVOKED)
+        if not checks.has_memory(region._memory):
+            raise RegionError("its owner has freed or resized the memory of the region")
         return region
 
     def _check(self, op: str) -> None:

@@ -248,13 +248,18 @@ class HandedLease(Handle):
                 raise ArgumentError(f"{name} has blocks of shape {shape}, wanted {self.shape}")
             return [(given.pool._rows, offsets, _places(given.pool._rows.shape, given.blocks, part)[1], count)]
         if isinstance(given, (list, tuple)):
-            if len(given) != len(self) or any(tuple(it.shape) != wanted[1:] for it in given):
+            if len(given) != len(self) or any(_shape(it) != wanted[1:] for it in given):
                 raise ArgumentError(f"{name} is of other shapes, wanted {len(self)} tensors of shape {wanted[1:]}")
             each = zip(given, offsets.tolist(), strict=True)
             return [(it, [offset], [0], count) for it, offset in each]
-        if tuple(getattr(given, "shape", ())) != wanted:
+        if _shape(given) != wanted:
             raise ArgumentError(f"{name} is {arguments.short(given)}, wanted a tensor of shape {wanted}")
         return [(given, offsets, _rows(len(self), count), count)]
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    shape = getattr(value, "shape", None)
+    return None if shape is None else tuple(shape)
 
 
 @unaffected

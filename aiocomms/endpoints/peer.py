@@ -269,6 +269,8 @@ class Peer(Handle):
         seconds = arguments.op_deadline(timeout, self._comm._seconds)
         with anyio.move_on_after(seconds) as late:
             await self._settle(timeout)
+        if self.closed and not self._comm.aborted:  # The other end receives no signal any more.
+            raise self._why.about(comm=self._where, op="signal")
         if late.cancelled_caught:
             raise CommTimeoutError(f"what was put has not arrived within {seconds:g} s", comm=self._where, op="signal")
         await self._signals.signal(self._other, timeout=timeout)

@@ -8,7 +8,7 @@ import heapq
 import itertools
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import anyio
@@ -307,8 +307,11 @@ def selected(blocks: tuple[int, ...], places: Sequence[int]) -> tuple[int, ...]:
     """Return the blocks of a lease at some places.
 
     :param places: indices into ``blocks``.
-    :raises ArgumentError: a place is out of range.
+    :raises ArgumentError: ``places`` is no sequence, or a place is out of range.
     """
+    if not isinstance(places, Iterable):
+        raise arguments.wrong_type("places", places, "a sequence of ints")
+    places = tuple(places)
     wrong = [place for place in places if type(as_int(place)) is not int or not 0 <= place < len(blocks)]
     if wrong:
         raise ArgumentError(f"places are {arguments.short(wrong)}, wanted ints of 0 <= place < {len(blocks)}")

@@ -103,6 +103,13 @@ def readable(name: str, tensor: torch.Tensor, group: CheckedComm) -> None:
     raise _unreadable(name, tensor, group.device)
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether all elements of a tensor lie in its storage, whose size the program may have changed."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + last + 1) * tensor.itemsize
+    return not tensor.numel() or end <= tensor.untyped_storage().nbytes()
+
+
 def writable(name: str, tensor: torch.Tensor, group: CheckedComm) -> None:
     """Check a tensor that an op writes.
 

@@ -105,7 +105,7 @@ def _checked(name: str, chunk: Chunk, device: torch.device) -> Chunk:
     plain = type(tensor) in checks.PLAIN and tensor.layout == torch.strided and not tensor.is_nested
     if not plain or tensor.dtype not in checks.DTYPES or tensor.device != device:
         checks.readable(f"{name}.tensor", tensor, _OnDevice(device))
-    if not _has_memory(tensor):
+    if not checks.has_memory(tensor):
         raise ArgumentError(f"{name}.tensor ({describe(tensor)}) has no memory: its storage was freed or resized")
     shape, offsets = (
         _ints(f"{name}.{what}", value) for what, value in (("shape", chunk.shape), ("offsets", chunk.offsets))
@@ -119,13 +119,6 @@ def _checked(name: str, chunk: Chunk, device: torch.device) -> Chunk:
             f"{name} has offsets {[*offsets]} and a tensor of shape {[*sizes]}, wanted a part of shape {[*shape]}"
         )
     return Chunk(tensor.detach(), shape, offsets)
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Return whether all elements of a tensor lie in its storage, whose size the program may have changed."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    end = (tensor.storage_offset() + last + 1) * tensor.itemsize
-    return not tensor.numel() or end <= tensor.untyped_storage().nbytes()
 
 
 def unchanged(tensors: object, device: torch.device, records: Sequence[ChunkRecord]) -> dict[str, Chunk]:

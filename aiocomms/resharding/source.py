@@ -122,6 +122,8 @@ class Source(Party):
         :raises MoveLostError: another rank could not connect to the target.
         :raises CommError: this rank could not connect, or the communicator is lost or closed.
         """
+        if not isinstance(comm, Communicator):
+            raise wrong_type("comm", comm, "a Communicator")
         if not isinstance(here, Endpoint):
             raise wrong_type("here", here, "an Endpoint")
         if convert is not None and not callable(convert):

@@ -107,6 +107,8 @@ class Target(Party):
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises CommError: the communicator is lost or closed.
         """
+        if not isinstance(comm, Communicator):
+            raise wrong_type("comm", comm, "a Communicator")
         if not isinstance(here, Endpoint):
             raise wrong_type("here", here, "an Endpoint")
         chunks = chunks_of(tensors, here.device)

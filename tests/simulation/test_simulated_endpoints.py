@@ -14,7 +14,7 @@ from repeating import repeated
 import aiocomms
 from aiocomms.endpoints.endpoint import Endpoint
 from aiocomms.endpoints.peer import Peer
-from aiocomms.errors import AuthError, CommAbortedError, CommClosedError, CommTimeoutError, PeerDiedError
+from aiocomms.errors import AuthError, CommAbortedError, CommClosedError, CommTimeoutError, PeerDiedError, RegionError
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.threads import start_awaited
 from aiocomms.lowlevel.wires import wires
@@ -146,6 +146,33 @@ def test_of_calls_that_cross_one_counts():
     for seed in range(6):
         history = repeated(cross, 3, seed=seed)
         assert history.results == [[1, 2], [0, 2], [0, 1]]
+
+
+async def refuse_and_leave() -> Any:
+    """Offer a region whose memory is gone, and close the connection; the other endpoint is told so."""
+    async with aiocomms.open_endpoint(timeout=10) as mine:
+        if here().rank:
+            tell("address", mine.address)
+            memory, peer = torch.zeros(4), await mine.accept()
+            region = mine.register(memory)
+            memory.untyped_storage().resize_(0)
+            await peer.send_object(region.descriptor)
+            await peer.recv_object()
+            await peer.aclose()
+            return "refused"
+        peer = await mine.connect(await told("address"))
+        with pytest.raises(RegionError, match="its owner has freed or resized the memory of the region"):
+            await peer.attach(await peer.recv_object())
+        await peer.send_object("go")
+        with pytest.raises(CommClosedError):
+            await peer.lost()
+        with pytest.raises(CommClosedError, match=r"signal on .* the other endpoint has closed the connection"):
+            await peer.signal()
+        return "told"
+
+
+def test_region_without_memory_and_signal_to_an_end_that_has_left_are_refused():
+    assert repeated(refuse_and_leave, 2, seed=0).results == ["told", "refused"]
 
 
 async def lose_peer() -> Any:

@@ -15,6 +15,7 @@ import aiocomms
 from aiocomms import Communicator
 from aiocomms.errors import (
     ArgumentError,
+    ArgumentTypeError,
     CommClosedError,
     CommError,
     MismatchError,
@@ -443,6 +444,9 @@ def test_wrong_tensors_are_refused(tensors: Any, message: str) -> None:
                 await Target.open(comm, tensors, mine)
             with pytest.raises(ArgumentError, match=message):
                 await Source.open(comm, tensors, mine, target.address)
+            for opening in (Target.open(None, {}, mine), Source.open(None, {}, mine, b"")):  # type: ignore[arg-type]
+                with pytest.raises(ArgumentTypeError, match=r"comm is None \(NoneType\), wanted a Communicator"):
+                    await opening
 
     async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
         pass

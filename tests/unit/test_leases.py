@@ -178,6 +178,8 @@ def test_wrong_arguments_of_pools_and_leases_are_refused() -> None:
             with pytest.raises(ArgumentError, match=r"wanted \[blocks, ...\] with elements"):
                 mine.new_pool(wrong)
         assert not mine._regions
+        with pytest.raises(ArgumentTypeError, match=r"^new_pool on 'endpoint': tensor is 5"):
+            mine.new_pool(5)  # type: ignore[arg-type]
         pool = mine.new_pool(numbers())
         for count, text in ((0, "count is 0"), (7, "count is 7, wanted 1 to 6"), (1.5, "count is 1.5")):
             with pytest.raises(ArgumentError, match=text):
@@ -210,7 +212,9 @@ def test_wrong_arguments_of_a_handed_lease_are_refused_and_it_stays_usable() -> 
         own = mine.new_pool(torch.zeros(4, LAYERS, WIDTH + 1, dtype=torch.int64))
         into = torch.zeros(handed.shape, dtype=torch.int64)
         async with mine.new_pool(numbers()).lease(2) as ended:
-            pass
+            for some in (ended, handed):
+                with pytest.raises(ArgumentTypeError, match=r"places is 5 \(int\), wanted a sequence of ints"):
+                    some.select(5)  # type: ignore[arg-type]
         for over in (ended, ended.select([0, 1])):
             with pytest.raises(LeaseError, match="the lease has ended: its blocks may belong to another lease"):
                 await handed.read(over)
@@ -220,6 +224,7 @@ def test_wrong_arguments_of_a_handed_lease_are_refused_and_it_stays_usable() -> 
                 (into, 0, "wanted a tensor of shape"),
                 (7, None, "into is 7"),
                 ([into], None, "wanted 2 tensors of shape"),
+                ([1, None], None, "wanted 2 tensors of shape"),
                 (misfit, None, "into has blocks of shape"),
                 (into.float(), None, "dtype"),
                 (into[:, 0].clone(), LAYERS, "part is 3"),
