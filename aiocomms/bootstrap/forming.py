@@ -65,19 +65,8 @@ async def formed(
     opened: Transports = {}
     heard: list[CommError] = []
     ended: list[BaseException] = []
-    # The listening task has a separate scope. A cancellation of the whole group would also reach this task, and CPython
-    # 3.11 then loses the reference to its awaiter.
-    hearing = anyio.CancelScope()
     try:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_hear, rendezvous, missing, heard, hearing, tasks.cancel_scope)
-            try:
-                opened = await opening
-            except BaseException as error:
-                ended.append(error)
-                raise
-            finally:
-                hearing.cancel()
+        await _open(rendezvous, opening, missing, opened, heard, ended)
     except BaseExceptionGroup as group:  # The task group wraps the exception that was raised.
         failure = heard.pop() if heard else group.exceptions[0]
     except BaseException as error:
@@ -96,6 +85,29 @@ async def formed(
         raise failure
     finally:
         del failure  # This error also refers to this frame.
+
+
+async def _open(
+    rendezvous: StoreRendezvous, opening: Awaitable[Transports], missing: Missing,
+    opened: Transports, heard: list[CommError], ended: list[BaseException],
+) -> None:  # fmt: skip
+    """Await the opening beside :func:`_hear`.
+
+    :param opened: a dict that gets the transports.
+    :param ended: a list that gets the opening's exception, because the task group may drop it.
+    """
+    # The listening task has a separate scope. A cancellation of the whole group would also reach this task, and CPython
+    # 3.11 then loses the reference to its awaiter.
+    hearing = anyio.CancelScope()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_hear, rendezvous, missing, heard, hearing, tasks.cancel_scope)
+        try:
+            opened |= await opening
+        except BaseException as error:
+            ended.append(error)
+            raise
+        finally:
+            hearing.cancel()
 
 
 async def _break_off(rendezvous: StoreRendezvous, opened: Transports, failure: BaseException) -> BaseException:

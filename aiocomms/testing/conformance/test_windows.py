@@ -395,7 +395,7 @@ async def test_mapped_tells_whether_map_remote_tensor_succeeds(comm: Communicato
 async def test_window_whose_dtypes_differ_between_ranks_is_refused(comm: Communicator, case: Case) -> None:
     if not {"rma", "p2p"} & set(comm.transports):
         raise unittest.SkipTest("no windows")
-    for dtype in (torch.int32, torch.int64):  # Of these, one has as many bytes as the other rank's.
+    for dtype in (torch.int32, torch.int64):  # One of these has as many bytes as the other rank's dtype.
         with pytest.raises(MismatchError, match="dtype"):
             await comm.new_window(torch.zeros(4, dtype=dtype if comm.rank else torch.float32, device=comm.device))
     _, win = await window(comm, case, torch.int32, 1)  # the communicator stays usable

@@ -1,4 +1,4 @@
-"""Background tasks of a source or a target."""
+"""Background tasks of an object."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import anyio
 import pytest
 
-from aiocomms.resharding.background import Background
+from aiocomms.progress.background import Background
 
 pytestmark = pytest.mark.deterministic
 
