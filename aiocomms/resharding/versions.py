@@ -10,6 +10,7 @@ from torch import Tensor
 from aiocomms.endpoints.endpoint import Endpoint
 from aiocomms.endpoints.regions import Region
 from aiocomms.lowlevel import run_in_thread
+from aiocomms.lowlevel.shielding import shielded
 from aiocomms.ops import buffers
 from aiocomms.ops.modes import unaffected
 from aiocomms.resharding.chunks import Chunk, size_of, view_of
@@ -66,14 +67,14 @@ class VersionMemory:
         return flat
 
     async def fill(self, number: int, chunks: Mapping[str, Chunk]) -> None:
-        """Copy chunks into a buffer."""
+        """Copy chunks into a buffer. A cancelled call ends after the copy, which reads the program's tensors."""
 
         @unaffected
         def call() -> None:
             for name, chunk in chunks.items():
                 self._tensors[number][name].copy_(chunk.tensor)
 
-        await run_in_thread(call)
+        await shielded(lambda: run_in_thread(call))
 
     def tensors(self, number: int) -> Mapping[str, Tensor]:
         """Return the chunks in a buffer."""
