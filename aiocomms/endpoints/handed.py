@@ -160,11 +160,14 @@ class HandedLease(Handle):
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         incoming = self._incoming
-        if error is not None:
-            incoming.end(None, LeaseError(as_reason(error)))
-            await shielded(self._idle)
-        elif incoming.borrowed.state is Borrowing.OPEN or (incoming.error is not None and not incoming.told):
-            await self.give_back()
+        try:
+            if error is not None:
+                incoming.end(None, LeaseError(as_reason(error)))
+            elif incoming.borrowed.state is Borrowing.OPEN or (incoming.error is not None and not incoming.told):
+                await self.give_back()
+        finally:
+            if not isinstance(error, GeneratorExit):  # A closed coroutine cannot await.
+                await shielded(self._idle)
 
     async def _idle(self) -> None:
         """Wait until no operation on the blocks moves data."""

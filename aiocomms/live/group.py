@@ -13,6 +13,7 @@ from aiocomms.live.lane import LiveLane, LivePlace
 from aiocomms.live.registers import LANES, LEFT, NAME, Registers, place_of, register_of
 from aiocomms.live.rounds import Rounds
 from aiocomms.lowlevel.handles import Handle
+from aiocomms.lowlevel.shielding import shielded
 from aiocomms.progress.background import Background
 
 DEFAULT_LANE: Final = "main"
@@ -73,8 +74,7 @@ class LiveGroup(Handle):
             if label(name) not in self._lanes:
                 number = await self._number_of(name)
                 rounds = Rounds(self._registers, number, self.rank, self.size, self._holder)
-                lane = LiveLane(name, self._place, self._registers, rounds, self._background)
-                self._lanes.setdefault(name, lane)
+                self._lanes.setdefault(name, LiveLane(name, self._place, rounds, self._background))
         except CommError as error:
             raise error.about(comm=self.name, op="lane", rank=self.rank) from error.__cause__
         return self._lanes[name]
@@ -96,6 +96,9 @@ class LiveGroup(Handle):
             return
         self._place.check("aclose")
         self._place.closed = True
+        await shielded(self._leave)
+
+    async def _leave(self) -> None:
         await self._background.aclose()  # Another process may use this rank's memory as soon as the place is free.
         for lane in self._lanes.values():
             lane.close()

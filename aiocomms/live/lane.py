@@ -17,7 +17,7 @@ from aiocomms import arguments
 from aiocomms.arguments import COMM_TIMEOUT, OpTimeout
 from aiocomms.errors import ArgumentError, CommClosedError, CommError, CommTimeoutError, wrong_thread
 from aiocomms.live.contributions import CALLED, Called, Contribution, contributions, flat
-from aiocomms.live.registers import LONG, Registers
+from aiocomms.live.registers import LONG
 from aiocomms.live.rounds import BEGIN, MOST_HEADER, Into, Round, Rounds, Use
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.handles import Handle
@@ -80,21 +80,22 @@ class QueuedCall:
     :param parts: the parts of the contribution, which a cancelled caller replaces by copies.
     """
 
-    def __init__(self, header: bytes, parts: list[Tensor], ends: float, use: Use[Any]) -> None:
+    def __init__(self, header: bytes, parts: list[Tensor], ends: float, use: Use[Any], into: Into | None) -> None:
         self.parts, self.ends = parts, ends
-        self._header, self._use = header, use
+        self._header, self._use, self._into = header, use, into
         self._abandoned = False
         self._begun, self._ended = anyio.Event(), anyio.Event()
         self._result: tuple[Any, Round] | None = None
-        self._error: Exception = CommClosedError("the group was closed")
+        self._error: Exception | None = None
 
     async def run(self, rounds: Rounds) -> None:
         """Take part in the next round."""
         self._begun.set()
         try:
-            self._result = await rounds.take_part(self._header, self.parts, self.ends, self._used)
+            self._result = await rounds.take_part(self._header, self.parts, self.ends, self._used, self._into)
         except Exception as error:
-            self._error = error
+            # The error refers to this frame, and so to this object, until a caller takes the error.
+            self._error = None if self._abandoned else error
         finally:
             self._ended.set()
 
@@ -106,38 +107,44 @@ class QueuedCall:
         self._begun.set()
         self._ended.set()
 
-    async def ended(self, registers: Registers) -> tuple[Any, Round]:
+    async def ended(self, rounds: Rounds) -> tuple[Any, Round]:
         """Wait for the result.
 
         :raises CommTimeoutError: the lane's earlier calls have not ended by this call's deadline.
         """
+        await self._awaited(rounds)
+        if self._result is not None:
+            return self._result
+        error, self._error = self._error or CommClosedError("the group was closed"), None
+        try:
+            raise error
+        finally:
+            del error
+
+    async def _awaited(self, rounds: Rounds) -> None:
         try:
             with anyio.move_on_after(self.ends - clock.now()):
                 await self._begun.wait()
             if not self._begun.is_set():
                 raise CommTimeoutError("the deadline has passed, and the lane's earlier calls have not ended")
             await self._ended.wait()
-        except GeneratorExit:  # The coroutine is closed, and cannot await any more.
-            self._abandoned = True
+        except BaseException as error:
+            self._abandoned, self._error = True, None
+            if self._into is not None:
+                self._into.tensor = None
+            if not self._ended.is_set() and not isinstance(error, GeneratorExit):  # A closed coroutine cannot await.
+                await shielded(partial(self._keep, rounds))
             raise
-        except BaseException:
-            self._abandoned = True
-            if not self._ended.is_set():
-                await shielded(partial(self._keep, registers))
-            raise
-        if self._result is None:
-            raise self._error
-        return self._result
 
-    async def _keep(self, registers: Registers) -> None:
+    async def _keep(self, rounds: Rounds) -> None:
         """Keep copies of the parts, because the caller may change its tensors from now on."""
 
         def copied() -> list[Tensor]:
             return [part.clone() for part in self.parts]
 
         long = sum(map(len, self.parts)) > LONG
-        self.parts[:] = await run_in_thread(copied) if long else copied()
-        await registers.written()
+        self.parts[:] = await run_in_thread(copied, anyhow=True) if long else copied()
+        await rounds.written()
 
 
 class LiveLane(Handle):
@@ -155,11 +162,8 @@ class LiveLane(Handle):
 
     name: str
 
-    def __init__(
-        self, name: str, place: LivePlace, registers: Registers, rounds: Rounds, background: Background
-    ) -> None:
-        self.name, self._place, self._rounds = name, place, rounds
-        self._registers, self._background = registers, background
+    def __init__(self, name: str, place: LivePlace, rounds: Rounds, background: Background) -> None:
+        self.name, self._place, self._rounds, self._background = name, place, rounds, background
         self._queue: deque[QueuedCall] = deque()
         self._busy = False
         """True while a call takes part in a round."""
@@ -175,12 +179,13 @@ class LiveLane(Handle):
         :param tensor: a tensor of the same dtype and shape on all ranks. After an error the tensor is unchanged, but
             after a LeftBehindError its content is undefined.
         :param op: the operator; AVG divides by the number of ranks in the result.
-        :param timeout: the seconds to wait for other ranks; None: as long as they live. The default is the group's
-            timeout.
+        :param timeout: the seconds to wait for earlier calls of the lane and for other ranks; None: as long as they
+            live. The default is the group's timeout.
         :returns: ``tensor``, with the reduction.
         :raises ArgumentError: an argument is wrong; nothing was contributed.
         :raises MismatchError: ranks have called different ops, or have passed different shapes; the lane stays usable.
         :raises LeftBehindError: the other ranks have gone on without this one.
+        :raises CommTimeoutError: the lane's earlier calls have not ended in time; the contribution still counts.
         :raises CommClosedError: the group is closed, or another process has this place.
         """
         word = 0
@@ -305,10 +310,10 @@ class LiveLane(Handle):
         """Take part in the next round: at once if that is possible, otherwise in a task that no caller cancels."""
         begun = None if self._busy else self._rounds.at_once(header, parts, 0 if into is None else into.word)
         if begun is None:
-            call = QueuedCall(header, parts, ends, use)
+            call = QueuedCall(header, parts, ends, use, into)
             self._queue.append(call)
             self._go_on()
-            return await call.ended(self._registers)
+            return await call.ended(self._rounds)
         self._busy = True
         try:
             return await self._rounds.take_part(header, parts, ends, use, into, begun)

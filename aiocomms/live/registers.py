@@ -82,8 +82,8 @@ class Registers(Protocol):
         :raises CommError: the memory is gone.
         """
 
-    async def written(self) -> None:
-        """Wait until no write uses its parts any more."""
+    async def written(self, areas: Sequence[int]) -> None:
+        """Wait until no write to these areas uses its parts any more."""
 
     async def read(self, area: int) -> tuple[bytes, Tensor]:
         """Return the header of an area, and its data as a flat byte tensor, which may be a view of the area.

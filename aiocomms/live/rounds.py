@@ -61,15 +61,19 @@ def _ranks_of(bits: int) -> tuple[int, ...]:
     return tuple(rank for rank in range(MOST_RANKS) if bits >> rank & 1)
 
 
-class Into(NamedTuple):
-    """A tensor that is contributed, and into which all contributions are reduced."""
+class Into:
+    """A tensor that is contributed, and into which all contributions are reduced.
 
-    tensor: Tensor
-    op: object
-    """The operator as the program passed it; ``operator`` is the same, parsed."""
-    operator: ReduceOp
-    word: int
-    """The round's word if :meth:`Rounds.all_reduce` has contributed the tensor, else 0."""
+    :param op: the operator as the program passed it; ``operator`` is the same, parsed.
+    :param word: the round's word if :meth:`Rounds.all_reduce` has contributed the tensor, else 0.
+    """
+
+    __slots__ = ("op", "operator", "tensor", "word")
+
+    def __init__(self, tensor: Tensor, op: object, operator: ReduceOp, word: int) -> None:
+        self.tensor: Tensor | None = tensor
+        """The tensor; None once the call is abandoned, because the tensor is then the caller's again."""
+        self.op, self.operator, self.word = op, operator, word
 
 
 class Rounds:
@@ -154,6 +158,10 @@ class Rounds:
                 return number, self._round(number, held)
         return None
 
+    async def written(self) -> None:
+        """Wait until no contribution of this rank is being written any more."""
+        await self._registers.written([self._area(number, self._rank) for number in range(2)])
+
     def _held_header(self, header: bytes) -> bytes:
         return self._holder.to_bytes(_HOLDER, "little") + header
 
@@ -173,7 +181,7 @@ class Rounds:
 
     def _reduced(self, round_: Round, header: bytes, into: Into | None) -> Any:
         """Return the tensor if native code has reduced the contributions into it, else None."""
-        if into is None or self._shortcut is None or not round_.bits & self._bit:
+        if into is None or into.tensor is None or self._shortcut is None or not round_.bits & self._bit:
             return None
         self._shortcut.know_call(into.tensor, into.op, into.operator.kind, into.operator.factor, header)
         return into.tensor if self._shortcut.finish(round_.word, into.tensor, into.op) else None

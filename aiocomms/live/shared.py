@@ -81,7 +81,9 @@ class SharedRegisters:
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._driver = LoopDriver.current()
         self._bells: dict[int, Bell] = {}
-        self._writes, self._wrote = 0, Bell(self._driver)
+        self._writes: set[int] = set()
+        """The areas that threads write to."""
+        self._wrote = Bell(self._driver)
         self._living: dict[int, int | None] = {}
         """The file descriptors of processes, by holder; None if the process has died."""
         self._name = f"\0aiocomms live {os.fstat(fd).st_ino} "
@@ -116,17 +118,17 @@ class SharedRegisters:
         _LENGTHS.pack_into(self._memory, begin, len(header), count)
         if count <= LONG:
             return self._copy(begin + _HEAD, parts)
-        self._writes += 1
+        self._writes.add(area)
         try:
             # A thread that writes on after this call would overwrite a later contribution.
             await shielded(lambda: run_in_thread(functools.partial(self._copy, begin + _HEAD, parts)))
         finally:
-            self._writes -= 1
+            self._writes.discard(area)
             self._wrote.ring()
 
-    async def written(self) -> None:
+    async def written(self, areas: Sequence[int]) -> None:
         """See :class:`aiocomms.live.registers.Registers`."""
-        while self._writes:
+        while not self._writes.isdisjoint(areas):
             await self._wrote
 
     def _copy(self, at: int, parts: Sequence[Tensor]) -> None:

@@ -52,7 +52,7 @@ class StoreRegisters:
         value: Any = len(header).to_bytes(_LENGTH, "little") + header + data
         await self._ask(lambda store: store.set(f"a{area}", value))
 
-    async def written(self) -> None:
+    async def written(self, areas: Sequence[int]) -> None:
         """Return at once, because a write copies its parts before it waits."""
 
     async def read(self, area: int) -> tuple[bytes, Tensor]:

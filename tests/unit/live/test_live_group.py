@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 import threading
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -212,7 +214,7 @@ async def test_call_that_is_cancelled_during_its_copy_ends_behind_the_copy(memor
         tensors = [torch.full((3 * 2**18,), value) for value in (1.0, 2.0)]
         with copies:
             cancelled = asyncio.create_task(first.all_reduce(tensors[0]))
-            await until(lambda: first._registers._writes)
+            await until(lambda: first._rounds._registers._writes)
             cancelled.cancel()
             await turns(20)
             assert not cancelled.done()
@@ -222,6 +224,7 @@ async def test_call_that_is_cancelled_during_its_copy_ends_behind_the_copy(memor
         found = await last.all_reduce(tensors[1])
         assert (found.value == 3).all()
         assert [it.number for it in await sums([first, last])] == [2, 2]
+        assert (tensors[0] == 9).all()
 
 
 @pytest.mark.asyncio
@@ -248,6 +251,45 @@ async def test_calls_keep_their_order_however_many_are_cancelled(memory):
     async with lanes(memory, 3) as three:
         await asyncio.gather(*map(calls, three))
     assert 60 < len(results) < 180
+
+
+@pytest.mark.asyncio
+async def test_close_that_is_cancelled_closes_the_group(memory):
+    async with groups(memory, 2) as (first, last):
+        lane, _ = await first.lane(), await last.lane()
+        calls = [asyncio.create_task(lane.barrier(timeout=None)) for _ in range(3)]
+        await turns(20)
+        closing = asyncio.create_task(first.aclose())
+        await turns(1)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        for ended in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(ended, CommClosedError)
+        assert first._registers._fd < 0
+
+
+@pytest.mark.asyncio
+async def test_failed_call_that_has_waited_for_its_lane_keeps_no_tensor(memory):
+    async with lanes(memory, 2) as (first, last):
+        tensor = torch.ones(3)
+        freed = weakref.ref(tensor)
+        calls = [asyncio.create_task(it) for it in (first.barrier(), first.all_reduce(tensor))]
+        del tensor
+        await turns(20)
+        await last.barrier()
+        with pytest.raises(MismatchError):
+            await last.all_reduce(torch.ones(2))
+        await calls[0]
+        gc.disable()
+        try:
+            with pytest.raises(MismatchError):
+                await calls[1]
+            calls.clear()
+            await turns()
+            assert freed() is None
+        finally:
+            gc.enable()
 
 
 @pytest.mark.asyncio
