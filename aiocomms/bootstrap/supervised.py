@@ -2,8 +2,8 @@
 
 The rank also reports that it leaves, so that another process takes its place. The launcher gives each process that it
 starts a socket. An environment variable names the descriptor and the process, so a child or a fork of a rank reports
-nothing. Before the launcher ends a process, it announces the reason on the line. This module imports only the standard
-library. In a process of another launcher, this module only looks for one variable.
+nothing. Before the launcher replaces a process or ends all ranks, it says so on the line. This module imports only the
+standard library. In a process of another launcher, this module only looks for one variable.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bytes and numbers of the host as tensors on a device, and back. Copies to and from a GPU wait for no other stream.
+"""Bytes and numbers of the host as tensors on a device, and back, without a wait for the current stream.
 
 torch's copy between the host and a GPU blocks its thread until the current stream is idle. On the loop's thread that is
 a stream of the program, and its kernels may run long, or wait for ops of this rank. These functions make an idle stream
@@ -48,11 +48,12 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
 def to_host(tensor: Tensor) -> Tensor:
     """Return a tensor of the CPU itself, or a copy of a tensor on another device.
 
-    The tensor comes from :func:`to_device`, or an op that has ended has written it. Kernels may not write it.
+    The tensor comes from :func:`to_device`, or an op that has ended has written it. Kernels may not write it. Copies of
+    ops within the process may still be under way, so this call waits for them and for the kernels before them.
     """
     if not tensor.is_cuda:
         return tensor.cpu()
     with ipc.aside(tensor.device.index):
-        for copy in copies_under_way():
+        for copy in copies_under_way(tensor.device.index):
             copy.wait()
         return tensor.cpu()

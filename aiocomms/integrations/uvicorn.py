@@ -60,8 +60,12 @@ class Server(uvicorn.Server):
         with anyio.CancelScope() as scope:
             loop = asyncio.get_running_loop()
             self._abandon_start = lambda: loop.call_soon_threadsafe(scope.cancel)
-            await super().startup(sockets)
-        self._abandon_start = None
+            if self.should_exit:
+                scope.cancel()
+            try:
+                await super().startup(sockets)
+            finally:
+                self._abandon_start = None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, wait for each connection's first request, and close the connections after all answers."""

@@ -101,9 +101,10 @@ class ForkServer:
         with contextlib.suppress(OSError):  # The fork server may have ended.
             self._socket.shutdown(socket.SHUT_WR)
         with anyio.CancelScope(shield=True):
-            with anyio.move_on_after(self._grace + _MARGIN if self.ready else 0.0):
-                await run_in_thread(self._process.wait)
-                return
+            if self.ready:
+                with anyio.move_on_after(self._grace + _MARGIN):
+                    await run_in_thread(self._process.wait)
+                    return
             self._kill()
             await run_in_thread(self._process.wait)
 

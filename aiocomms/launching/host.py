@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, Final
 import anyio
 from anyio.abc import TaskGroup
 
+from aiocomms.bootstrap.supervised import ENDS
 from aiocomms.errors import CommError
 from aiocomms.launching.forking import ForkServer
 from aiocomms.launching.output import LineSplitter, Printer
@@ -46,6 +47,12 @@ class RankProcess:
         # A cancellation of the supervisor does not end these tasks. The end of the process does.
         self.scopes = [anyio.CancelScope(shield=True) for _ in range(3)]
         self.pumping = 2
+
+    def announce(self, what: str) -> None:
+        """Tell the process why it gets a signal next; see ``bootstrap/supervised.py``."""
+        if self.pipes[2] != _CLOSED:
+            with contextlib.suppress(OSError):  # The process may just have ended.
+                os.write(self.pipes[2], f"{what}\n".encode())
 
 
 class HostProcesses:
@@ -92,9 +99,8 @@ class HostProcesses:
         """
         process = self.processes.get(rank)
         if process is not None and self._server is not None:
-            if announcement and process.pipes[2] != _CLOSED:
-                with contextlib.suppress(OSError):  # The process may just have ended.
-                    os.write(process.pipes[2], f"{announcement}\n".encode())
+            if announcement:
+                process.announce(announcement)
             await self._server.signal(process.key, number)
 
     def refuse_connections(self) -> None:
@@ -106,6 +112,8 @@ class HostProcesses:
     async def aclose(self) -> None:
         """End all processes and the fork server, and wait for their ends."""
         server, self._server = self._server, None
+        for process in self.processes.values():
+            process.announce(ENDS)
         if server is not None:
             await server.aclose()
         for process in list(self.processes.values()):
@@ -127,28 +135,32 @@ class HostProcesses:
                 case ["failed", why]:
                     raise CommError(why)
                 case ["started", key, pid]:
-                    self._of(key).pid = pid
+                    if (process := self._of(key)) is not None:
+                        process.pid = pid
                 case ["refused", key, why]:
                     raise CommError(f"no process can be started: {why}")
                 case ["ended", key, code]:
-                    process = self._of(key)
-                    self._end(process)
-                    self._tell(("ended", process.rank, process.incarnation, code))
+                    if (process := self._of(key)) is not None:
+                        self._end(process)
+                        self._tell(("ended", process.rank, process.incarnation, code))
 
     async def _lose(self) -> None:
         """Note that the fork server and all its forks were killed."""
         server, self._server = self._server, None
         assert server is not None
+        early = not server.ready and not server.killed
         await server.aclose()
-        if not server.ready and not server.killed:
+        if early:
             raise CommError("the process that imports torch for the ranks has ended before the imports were done")
         self._printer.say("the fork server was killed, and all ranks with it")
         for process in list(self.processes.values()):
             self._end(process)
             self._tell(("ended", process.rank, process.incarnation, _KILLED))
 
-    def _of(self, key: str) -> RankProcess:
-        return self.processes[int(key.partition(".")[0])]
+    def _of(self, key: str) -> RankProcess | None:
+        """Return a process by its name in messages; None if :meth:`aclose` has ended it."""
+        process = self.processes.get(int(key.partition(".")[0]))
+        return process if process is not None and process.key == key else None
 
     def _end(self, process: RankProcess) -> None:
         """Read the last reports of an ended process, and let its tasks read the rest of its output."""

@@ -16,10 +16,10 @@ import anyio
 from torch.distributed import Store
 
 from aiocomms.bootstrap.stores import connect_store
-from aiocomms.errors import ArgumentError
+from aiocomms.errors import ArgumentError, StoreLostError
 from aiocomms.launching.job import At, listen
 from aiocomms.launching.supervision import Start, Tell
-from aiocomms.lowlevel import run_in_thread
+from aiocomms.lowlevel import clock, run_in_thread
 from aiocomms.lowlevel.jobstore import JobStore
 from aiocomms.lowlevel.stores import new_server, store_errors
 
@@ -29,7 +29,8 @@ _LEAVES: Final = 10.0
 """Seconds for which the first host waits until the others know that the job is over."""
 _ANSWERS: Final = timedelta(seconds=30)
 """The time for which the first host may not answer."""
-_LONG: Final = timedelta(days=365)
+_PAUSE: Final = 0.05
+"""Seconds between two looks for a message."""
 
 
 class HostQueue:
@@ -44,7 +45,7 @@ class HostQueue:
     """
 
     def __init__(self, at: At, host: int, size: int) -> None:
-        self._host, self._next = host, 1
+        self._host, self._next, self._closed = host, 1, False
         if host == 0:
             self._store: Store = _serve(at)
         else:
@@ -70,10 +71,17 @@ class HostQueue:
         """
         key = f"{self._host}/{self._next}"
         self._next += 1
-        self._store.wait([key], _LONG)
+        while not self._store.check([key]):
+            if self._closed:
+                raise StoreLostError("this supervisor has ended")
+            clock.sleep(_PAUSE)
         message: list[Any] = json.loads(self._store.get(key))
         self._store.delete_key(key)
         return message
+
+    def close(self) -> None:
+        """End :meth:`receive`, whose thread would keep the store."""
+        self._closed = True
 
 
 def _serve(at: At) -> JobStore:

@@ -12,6 +12,7 @@ from typing import BinaryIO, Final
 import anyio
 from anyio import to_thread
 
+from aiocomms.errors import CommError
 from aiocomms.lowlevel import run_in_thread
 
 LONGEST: Final = 2**16
@@ -20,6 +21,8 @@ _COLOURS: Final = (36, 33, 32, 35, 34, 31)
 _OUT, _ERR = 1, 2
 _LAST: Final = 5.0
 """Seconds in which the rest of the output is printed after the ends of all ranks."""
+_PAUSE: Final = 0.1
+"""Seconds before another attempt to print, if there is no free descriptor for it."""
 
 
 class LineSplitter:
@@ -90,7 +93,8 @@ class Printer:
         before = self._prefixes[descriptor][rank]
         await self._print(descriptor, b"".join(before + line + b"\n" for line in lines))
         if log is not None:
-            await to_thread.run_sync(_write, log.fileno(), b"".join(line + b"\n" for line in lines))
+            with anyio.CancelScope(shield=True):
+                await to_thread.run_sync(_write, log.fileno(), b"".join(line + b"\n" for line in lines))
 
     def say(self, text: str) -> None:
         """Print a sentence of the supervisor on stderr soon."""
@@ -108,7 +112,7 @@ class Printer:
 
     def limit(self) -> None:
         """Limit the time for the rest of the output, because no rank is left. A blocked terminal or pipe loses it."""
-        self._ends = anyio.current_time() + _LAST
+        self._ends = min(self._ends, anyio.current_time() + _LAST)
         for scope in self._prints:
             scope.deadline = self._ends
 
@@ -117,8 +121,13 @@ class Printer:
         with anyio.CancelScope(shield=True, deadline=self._ends) as scope:
             self._prints.add(scope)
             async with self._locks[descriptor]:
-                # The thread may block without end, so the interpreter's exit must not wait for it.
-                await run_in_thread(lambda: _write(descriptor, data))
+                while True:
+                    try:
+                        # The thread may block without end, so the interpreter's exit must not wait for it.
+                        await run_in_thread(lambda: _write(descriptor, data))
+                        break
+                    except CommError:  # There is no thread or no descriptor now.
+                        await anyio.sleep(_PAUSE)
         self._prints.discard(scope)
 
 

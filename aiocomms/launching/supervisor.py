@@ -59,6 +59,7 @@ async def supervise(job: Job) -> int:
                 return await _supervise(job, printer)
             finally:
                 printer.end()
+                printer.limit()
     except BaseExceptionGroup as group:
         failure = first(group)
     raise failure
@@ -154,10 +155,11 @@ class Supervisor(HostSupervisor):
         at = place("rendezvous", self._job.rendezvous)
         queue = await run_in_thread(lambda: HostQueue(at, 0, self._job.nnodes))
         self._others = OtherHosts(queue, self._job.nnodes, self._send.send_nowait)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._others.hear)
-            code = await self._run()
-            await self._others.end(code)
+        with contextlib.closing(queue):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._others.hear)
+                code = await self._run()
+                await self._others.end(code)
         return code
 
     async def _run(self) -> int:
@@ -255,11 +257,12 @@ class Follower(HostSupervisor):
             tasks.start_soon(self._end_early)
             queue = await run_in_thread(lambda: HostQueue(at, mine, self._job.nnodes))
             tasks.cancel_scope.cancel()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._report, queue)
-            code = await self._obey(queue)
-            tasks.cancel_scope.cancel()
-        await run_in_thread(lambda: queue.send(0, ["left", mine]))
+        with contextlib.closing(queue):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._report, queue)
+                code = await self._obey(queue)
+                tasks.cancel_scope.cancel()
+            await run_in_thread(lambda: queue.send(0, ["left", mine]))
         return code
 
     async def _end_early(self) -> None:

@@ -49,9 +49,9 @@ def note_copy(out: Tensor) -> None:
         _copies.setdefault(key, torch.cuda.Event()).record(stream)  # type: ignore[no-untyped-call]
 
 
-def copies_under_way() -> list[torch.cuda.Event]:
-    """Return events that fire when the GPUs have done all noted copies. There is one for each stream."""
-    return list(_copies.values())
+def copies_under_way(gpu: int) -> list[torch.cuda.Event]:
+    """Return events that fire when a GPU has done all noted copies. There is one for each stream."""
+    return [event for (index, _), event in _copies.items() if index == gpu]
 
 
 def octets(tensor: Tensor) -> Tensor:

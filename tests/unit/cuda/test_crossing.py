@@ -92,7 +92,7 @@ def test_a_copy_to_the_host_follows_copies_within_the_process(cuda: FakeCuda) ->
     writing.note_copy(tensor)
     with cuda.graph():
         writing.note_copy(tensor)
-    (copy,) = writing.copies_under_way()
+    (copy,) = writing.copies_under_way(tensor.device.index)
     assert not copy.query()
     other = FakeStream(cuda.gpu)
     cuda.enqueue(other, gate.open)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed import HashStore
 
-from aiocomms.errors import ArgumentError
+from aiocomms.errors import ArgumentError, StoreLostError
 from aiocomms.launching import hosts
 from aiocomms.launching.hosts import HostQueue
 from aiocomms.launching.job import At
@@ -39,3 +39,10 @@ def test_second_supervisor_of_a_host_is_refused():
     HostQueue(AT, 1, 2)
     with pytest.raises(ArgumentError, match=r"node_rank is 1, and another supervisor has joined at 127.0.0.1:1"):
         HostQueue(AT, 1, 2)
+
+
+def test_closed_queue_waits_for_no_message():
+    queue = HostQueue(AT, 1, 2)
+    queue.close()
+    with pytest.raises(StoreLostError, match="this supervisor has ended"):
+        queue.receive()

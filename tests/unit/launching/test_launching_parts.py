@@ -19,7 +19,7 @@ from concurrency import turns
 
 from aiocomms.bootstrap import supervised
 from aiocomms.cli import main
-from aiocomms.errors import ArgumentError
+from aiocomms.errors import ArgumentError, CommError
 from aiocomms.integrations import uvicorn
 from aiocomms.launching import Job, forkserver, health, output
 from aiocomms.launching.health import answer
@@ -123,6 +123,67 @@ def test_blocked_terminal_blocks_neither_a_sentence_nor_the_end(run, monkeypatch
 
     run(main)
     blocked.release()
+
+
+def test_output_waits_for_a_free_descriptor_and_is_not_lost_by_a_cancellation(run, monkeypatch, tmp_path):
+    refusals, printed = [CommError("no thread can be started")], []
+
+    async def run_in_thread(call: Any) -> None:
+        if refusals:
+            raise refusals.pop()
+        call()
+
+    monkeypatch.setattr(output, "run_in_thread", run_in_thread)
+    monkeypatch.setattr(output, "_PAUSE", 0)
+    monkeypatch.setattr(output, "_write", lambda descriptor, data: printed.append((descriptor, data)))
+
+    async def main() -> None:
+        printer = Printer(1, tmp_path, {})
+        with printer.log(0, 0) as log, anyio.CancelScope() as scope:
+            scope.cancel()
+            await printer.lines(0, 1, [b"one"], log)
+            assert printed == [(1, b"[0] one\n"), (log.fileno(), b"one\n")]
+        printer.end()
+        await printer.print_sentences()
+
+    run(main)
+
+
+class ForkServerThatHears:
+    """A fork server with some messages."""
+
+    ready = killed = False
+
+    def __init__(self, *messages: object) -> None:
+        self._messages = [*messages, None]
+
+    async def hear(self) -> object:
+        return self._messages.pop(0)
+
+    def close(self) -> None: ...
+
+    async def aclose(self) -> None:
+        self.killed = True
+
+
+def test_fork_server_that_ends_during_its_imports_is_an_error(run):
+    async def main() -> None:
+        supervisor = Supervisor(Job(program=["x.py"]), None, None, None)
+        supervisor._host._server = server = ForkServerThatHears()
+        with pytest.raises(CommError, match="has ended before the imports were done"):
+            await supervisor._host._hear(server)
+        await supervisor.aclose()
+
+    run(main)
+
+
+def test_messages_about_processes_that_have_been_ended_are_ignored(run):
+    async def main() -> None:
+        supervisor = Supervisor(Job(program=["x.py"]), None, None, None)
+        await supervisor._host._hear(ForkServerThatHears(["started", "0.0", 7], ["ended", "0.0", 0]))
+        await supervisor.aclose()
+
+    run(main)
 
 
 def test_signal_that_the_process_ignores_stays_ignored(run):
