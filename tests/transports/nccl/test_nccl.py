@@ -23,6 +23,7 @@ from aiocomms_nccl import nccl as names
 from aiocomms_nccl.direction import AT_ONCE
 from aiocomms_nccl.launcher import PythonLauncher
 from aiocomms_nccl.matching import Matcher
+from concurrency import until
 from fake_cuda import THREAD_LOCAL, CudaError, FakeCuda, FakeEvent, FakeStream, Gate, streams_at
 from fake_nccl import FakeComm, FakeNccl, FakeNcclError, FakeNcclTransport, failed, transport, world
 from processes import PATIENCE, SUITE_HANGS
@@ -797,6 +798,35 @@ async def test_a_split_that_fails_calls_nothing_beside_nccls_split(
         with pytest.raises(CommError):
             await tasks[1]
         assert fake_comm(comms[0]).calls == before
+
+
+@pytest.mark.asyncio
+async def test_a_split_that_is_cancelled_while_it_connects_closes_the_connections(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect_all, entered, may_return = bringup._connect_all, threading.Event(), threading.Event()
+    sockets: list[Any] = []
+
+    def late(rendezvous: Any, *rest: Any) -> Any:
+        found = connect_all(rendezvous, *rest)
+        sockets.extend(found.values())
+        if rendezvous.rank == 0:
+            entered.set()
+            may_return.wait(PATIENCE)
+        return found
+
+    async with world(2) as comms:
+        monkeypatch.setattr(bringup, "_connect_all", late)
+        tasks = [asyncio.ensure_future(comm.split([0, 1])) for comm in comms]
+        await anyio.to_thread.run_sync(entered.wait)
+        tasks[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[0]
+        with pytest.raises(CommError):
+            await tasks[1]
+        may_return.set()
+        await until(lambda: all(it.fileno() < 0 for it in sockets))
+        assert len(sockets) == 2
 
 
 @pytest.mark.asyncio

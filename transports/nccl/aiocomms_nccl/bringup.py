@@ -10,7 +10,7 @@ import secrets
 import socket
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -151,8 +151,26 @@ async def connect(rendezvous: Rendezvous, hellos: Sequence[NcclHello], library: 
         place = NcclPlace(address, port, unique_id)
         raw = await rendezvous.exchange("nccl place", PLACES.encode(place))
         places = [PLACES.decode(value, peer) for peer, value in enumerate(raw)]
-        call: Callable[[], Any] = lambda: _connect_all(rendezvous, listener, hellos, places)  # noqa: E731
-        return await rendezvous.run("connecting the ranks", call), places[0].unique_id
+        opened: dict[int, socket.socket] = {}
+        abandoned = False
+
+        def call() -> None:
+            opened.update(_connect_all(rendezvous, listener, hellos, places))
+            if abandoned:  # no task takes the connections
+                _close(opened)
+
+        try:
+            await rendezvous.run("connecting the ranks", call)
+        except BaseException:
+            abandoned = True
+            _close(opened)
+            raise
+        return opened, places[0].unique_id
+
+
+def _close(sockets: Mapping[int, socket.socket]) -> None:
+    for connection in sockets.values():
+        connection.close()
 
 
 def _address(rendezvous: Rendezvous, hellos: Sequence[NcclHello]) -> str:
@@ -182,8 +200,7 @@ def _connect_all(
             else:
                 connection.close()
     except OSError as error:
-        for connection in sockets.values():
-            connection.close()
+        _close(sockets)
         absent = [peer for peer in range(size) if peer != rank and peer not in sockets]
         raise CommTimeoutError(f"these ranks did not connect: {absent} ({error})", late=absent) from error
     for connection in sockets.values():
