@@ -74,11 +74,10 @@ async def formed(
     else:
         if opened:
             return opened
-        # The group has dropped the exception: because of _hear(), or because a scope took a cancellation for its own.
-        failure = ended.pop()
         if heard:
-            del failure
+            ended.clear()
             raise heard.pop()  # The error refers to this frame, which must not refer to the error.
+        failure = ended.pop()  # A scope took a cancellation for its own, and the group has dropped it.
     ended.clear()
     try:
         failure = await _break_off(rendezvous, opened, failure)

@@ -14,6 +14,7 @@ import msgspec
 
 from aiocomms.errors import ArgumentError
 from aiocomms.lowlevel.auth import check_exposed, read_token
+from aiocomms.lowlevel.sockets import listen_at
 
 Restart = Literal["never", "on-failure"]
 """The treatment of a rank that dies."""
@@ -152,8 +153,7 @@ def listen(name: str, at: At) -> socket.socket:
     :raises ArgumentError: the address cannot be bound.
     """
     try:
-        family = socket.AF_INET6 if ":" in at.host else socket.AF_INET
-        listener = socket.create_server(at, family=family, backlog=socket.SOMAXCONN)
+        listener = listen_at(at.host, port=at.port)
     except OSError as error:
         raise ArgumentError(f"{name} cannot be at {at}: {reason_of(error)}") from None
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # Accepted connections inherit this.

@@ -86,6 +86,8 @@ class Rounds:
     def __init__(self, registers: Registers, lane: int, rank: int, size: int, holder: int) -> None:
         self._registers, self._lane, self._rank, self._size = registers, lane, rank, size
         self._bit, self._all, self._holder = 1 << rank, (1 << size) - 1, holder
+        self._prefix = holder.to_bytes(_HOLDER, "little")
+        """The bytes before each header that this rank writes."""
         self._coming = register_of(lane, COMING)
         self._shortcut = registers.shortcut(lane, rank, size, holder)
         self._next: int | None = None
@@ -129,7 +131,7 @@ class Rounds:
         :raises CommClosedError: another process has this place.
         """
         try:
-            header = self._held_header(header)
+            header = self._prefix + header
             number, round_ = await self._decided(header, parts, ends, begun)
             result = self._reduced(round_, header, into)
             if result is None:
@@ -152,7 +154,7 @@ class Rounds:
         number = self._next
         if self._was_in and number is not None and self._shortcut is not None:
             places = [(part.data_ptr(), part.nbytes) for part in parts]
-            held = self._shortcut.arrive(number, self._held_header(header), places)
+            held = self._shortcut.arrive(number, self._prefix + header, places)
             if held:
                 self._was_in, self._next = False, number + 1
                 return number, self._round(number, held)
@@ -161,9 +163,6 @@ class Rounds:
     async def written(self) -> None:
         """Wait until no contribution of this rank is being written any more."""
         await self._registers.written([self._area(number, self._rank) for number in range(2)])
-
-    def _held_header(self, header: bytes) -> bytes:
-        return self._holder.to_bytes(_HOLDER, "little") + header
 
     async def _decided(
         self, header: bytes, parts: Sequence[Tensor], ends: float, begun: tuple[int, Round] | None

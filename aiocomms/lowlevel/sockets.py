@@ -5,13 +5,14 @@ from __future__ import annotations
 import socket
 
 
-def listen_at(address: str, backlog: int = socket.SOMAXCONN) -> socket.socket:
-    """Return a listener at one address of this host, IPv4 or IPv6, on a port that the kernel chooses.
+def listen_at(address: str, backlog: int = socket.SOMAXCONN, *, port: int = 0) -> socket.socket:
+    """Return a listener at one address of this host, IPv4 or IPv6.
 
-    :raises OSError: ``address`` is not an address of this host.
+    :param port: the port; 0: one that the kernel chooses.
+    :raises OSError: ``address`` is not an address of this host, or the port is in use.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=backlog)
+    return socket.create_server((address, port), family=family, backlog=backlog)
 
 
 def tune(connection: socket.socket, seconds: int = 5) -> socket.socket:

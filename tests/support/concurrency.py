@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
@@ -65,6 +66,15 @@ async def turns(n: int = 10) -> None:
     """Let the loop come round some times."""
     for _ in range(n):
         await anyio.lowlevel.checkpoint()
+
+
+async def cancel_again_and_again(task: asyncio.Task[Any]) -> None:
+    """Cancel a task of asyncio in several turns of the loop, none of which may end it."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.sleep(0)
+        assert not task.done()
 
 
 async def until(holds: Callable[[], object]) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import anyio
 import pytest
 import torch
+from concurrency import cancel_again_and_again
 
 import aiocomms
 from aiocomms.lowlevel.shielding import shielded
@@ -24,11 +25,7 @@ def test_call_ends_before_the_task_that_asyncio_cancels_again_and_again() -> Non
             ended.append(True)
 
         task = asyncio.ensure_future(shielded(call))
-        for _ in range(5):
-            await asyncio.sleep(0)
-            task.cancel()
-            await asyncio.sleep(0)
-            assert not task.done()
+        await cancel_again_and_again(task)
         go.set()
         await asyncio.wait([task])
         assert (task.cancelled(), ended) == (True, [True])

@@ -6,6 +6,7 @@ import asyncio
 
 import anyio
 import pytest
+from concurrency import cancel_again_and_again
 
 from aiocomms.progress.background import Background
 
@@ -24,11 +25,7 @@ def test_close_that_is_cancelled_again_and_again_waits_for_the_tasks() -> None:
         background.start(call)
         await begun.wait()
         close = asyncio.ensure_future(background.aclose())
-        for _ in range(3):
-            await asyncio.sleep(0)
-            close.cancel()
-            await asyncio.sleep(0)
-            assert not close.done()
+        await cancel_again_and_again(close)
         go.set()
         await asyncio.wait([close])
         assert close.cancelled()
