@@ -181,7 +181,7 @@ class HandedLease(Handle):
             if write and not incoming.write:
                 raise LeaseError("the blocks were handed over to be read only")
             moves = self._moves("source" if write else "into", given, part)
-            lease = given._whole if isinstance(given, LeasedBlocks) else None
+            lease = given._lease if isinstance(given, LeasedBlocks) else None
             if lease is not None:
                 lease._begin()
             incoming.begin(write=write)
@@ -206,7 +206,7 @@ class HandedLease(Handle):
         return given
 
     def _leave(self, works: list[Work[Any]], lease: Lease | None) -> None:
-        """Let a call count as under way until its works are done: those of a cancelled call go on.
+        """Count a call as under way until all its works are done. The works of a cancelled call go on.
 
         :param lease: the lease that the works read or write besides the blocks.
         """

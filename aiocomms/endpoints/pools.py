@@ -270,13 +270,13 @@ class LeasedBlocks(Handle):
     """Selected blocks of a lease, in a chosen order; made by :meth:`select`."""
 
     def __init__(self, pool: Pool, blocks: tuple[int, ...], lease: Lease | None = None) -> None:
-        self._pool, self._blocks, self._lease = pool, blocks, lease
+        self._pool, self._blocks, self._of = pool, blocks, lease
 
     @property
-    def _whole(self) -> Lease:
+    def _lease(self) -> Lease:
         """The lease of the blocks."""
-        assert self._lease is not None
-        return self._lease
+        assert self._of is not None
+        return self._of
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -300,7 +300,7 @@ class LeasedBlocks(Handle):
 
         :raises ArgumentError: a place is out of range.
         """
-        return LeasedBlocks(self._pool, selected(self._blocks, places), self._whole)
+        return LeasedBlocks(self._pool, selected(self._blocks, places), self._lease)
 
 
 def selected(blocks: tuple[int, ...], places: Sequence[int]) -> tuple[int, ...]:
@@ -330,7 +330,7 @@ class Lease(LeasedBlocks):
         """The number of this endpoint's operations on the blocks."""
 
     @property
-    def _whole(self) -> Lease:
+    def _lease(self) -> Lease:
         return self
 
     def __repr__(self) -> str:

@@ -312,16 +312,16 @@ class LiveLane(Handle):
         if begun is None:
             call = QueuedCall(header, parts, ends, use, into)
             self._queue.append(call)
-            self._go_on()
+            self._start_queue()
             return await call.ended(self._rounds)
         self._busy = True
         try:
             return await self._rounds.take_part(header, parts, ends, use, into, begun)
         finally:
             self._busy = False
-            self._go_on()
+            self._start_queue()
 
-    def _go_on(self) -> None:
+    def _start_queue(self) -> None:
         if self._queue and not self._busy:
             self._busy = True
             self._background.start(self._run_queue)

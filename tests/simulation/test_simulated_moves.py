@@ -35,7 +35,7 @@ USES = "still uses the version before the current one"
 
 
 class Bare(BaseException):
-    """An error that is no ``Exception``, as those are that end a process."""
+    """An error that is not an ``Exception``, like SystemExit."""
 
 
 def leave(name: str, value: bytes = b"") -> None:
