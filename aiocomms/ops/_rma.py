@@ -190,6 +190,8 @@ class _Runs(_OnWindow, frozen=True, eq=False):
         places = (("offsets", op.offsets, self.window.sizes[rank]), ("starts", op.starts, op.tensor.numel()))
         for name, values, room in places:
             first, last = _ends(values)
+            if op.count > room and len(values):
+                raise ArgumentError(f"count is {op.count}, wanted at most {room}, as {name} are of {room} elements")
             if not 0 <= first <= last <= room - op.count and len(values):
                 raise ArgumentError(
                     f"{name} are from {first} to {last} for runs of {op.count} elements, wanted 0 to "

@@ -333,6 +333,7 @@ async def test_wrong_runs_are_refused(comm: Communicator, case: Case) -> None:
         lambda: win.get_v(other, 0, (0, 1), (-1, 0), 1): "starts are from -1 to 0",
         lambda: win.get_v(other, 0, (0, 1), (0,), 1): "offsets are 2 and starts 1",
         lambda: win.get_v(other, 0, (0,), (0,), real): "count is 1.0",
+        lambda: win.get_v(other, 0, (0,), (0,), 5): "count is 5, wanted at most 4",
         lambda: win.get_v(other, 0, (real,), (0,), 1): "offsets",
         lambda: win.get_v(other.float(), 0, (0,), (0,), 1): "tensor has dtype",
     }
