@@ -56,13 +56,16 @@ def chunks_of(tensors: object, device: torch.device) -> dict[str, Chunk]:
     for name, value in tensors.items():
         if not isinstance(name, str):
             raise wrong_type("a name of tensors", name, "a str")
-        found[name] = _checked(f"tensors[{short(name)}]", _chunk_of(f"tensors[{short(name)}]", value), device)
+        label = f"tensors[{short(name)}]"
+        tensor, shape, offsets = _chunk_of(label, value)
+        _check_memory(f"{label}.tensor", tensor, device)
+        found[name] = Chunk(tensor.detach(), shape, offsets)
     return found
 
 
 def _chunk_of(name: str, value: Any) -> Chunk:
     if isinstance(value, Chunk):
-        return value
+        return _within(name, value)
     distributed: Any = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and isinstance(value, distributed.DTensor):
         return _of_dtensor(name, value)
@@ -99,18 +102,24 @@ def _of_dtensor(name: str, value: Any) -> Chunk:
     return Chunk(local, tuple(value.shape), tuple(offsets))
 
 
-def _checked(name: str, chunk: Chunk, device: torch.device) -> Chunk:
-    tensor = chunk.tensor
-    checks.is_tensor(f"{name}.tensor", tensor)
+def _check_memory(name: str, tensor: Tensor, device: torch.device) -> None:
     plain = type(tensor) in checks.PLAIN and tensor.layout == torch.strided and not tensor.is_nested
     if not plain or tensor.dtype not in checks.DTYPES or tensor.device != device:
-        checks.readable(f"{name}.tensor", tensor, _OnDevice(device))
+        checks.readable(name, tensor, _OnDevice(device))
     if not checks.has_memory(tensor):
-        raise ArgumentError(f"{name}.tensor ({describe(tensor)}) has no memory: its storage was freed or resized")
+        raise ArgumentError(f"{name} ({describe(tensor)}) has no memory: its storage was freed or resized")
+
+
+def _within(name: str, chunk: Chunk) -> Chunk:
+    """Return a chunk with plain ints.
+
+    :raises ArgumentError: the chunk does not lie within its tensor.
+    """
+    checks.is_tensor(f"{name}.tensor", chunk.tensor)
     shape, offsets = (
         _ints(f"{name}.{what}", value) for what, value in (("shape", chunk.shape), ("offsets", chunk.offsets))
     )
-    sizes = tuple(tensor.shape)
+    sizes = tuple(chunk.tensor.shape)
     fits = len(sizes) == len(shape) == len(offsets) and all(
         0 <= at <= whole - size for at, size, whole in zip(offsets, sizes, shape, strict=True)
     )
@@ -118,7 +127,7 @@ def _checked(name: str, chunk: Chunk, device: torch.device) -> Chunk:
         raise ArgumentError(
             f"{name} has offsets {[*offsets]} and a tensor of shape {[*sizes]}, wanted a part of shape {[*shape]}"
         )
-    return Chunk(tensor.detach(), shape, offsets)
+    return Chunk(chunk.tensor, shape, offsets)
 
 
 def unchanged(tensors: object, device: torch.device, records: Sequence[ChunkRecord]) -> dict[str, Chunk]:

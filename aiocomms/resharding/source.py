@@ -128,7 +128,8 @@ class Source(Party):
             raise wrong_type("here", here, "an Endpoint")
         if convert is not None and not callable(convert):
             raise wrong_type("convert", convert, "a function, or None")
-        self = cls(comm, here, tensors, chunks_of(tensors, here.device), convert)
+        chunks = await run_in_thread(partial(chunks_of, tensors, here.device))
+        self = cls(comm, here, tensors, chunks, convert)
         try:
             await self._meet(address, timeout)
         except BaseException:

@@ -14,7 +14,7 @@ from aiocomms.communicator.communicator import Communicator
 from aiocomms.endpoints.endpoint import Endpoint
 from aiocomms.endpoints.peer import Peer
 from aiocomms.errors import ArgumentError, CommClosedError, CommError, ProtocolError
-from aiocomms.lowlevel import clock
+from aiocomms.lowlevel import clock, run_in_thread
 from aiocomms.progress.driver import Bell
 from aiocomms.progress.work import Work
 from aiocomms.resharding.chunks import Chunk, chunks_of, records_of
@@ -111,7 +111,7 @@ class Target(Party):
             raise wrong_type("comm", comm, "a Communicator")
         if not isinstance(here, Endpoint):
             raise wrong_type("here", here, "an Endpoint")
-        chunks = chunks_of(tensors, here.device)
+        chunks = await run_in_thread(partial(chunks_of, tensors, here.device))
         self = cls(comm, here, records_of(chunks), checked_version(version))
         try:
             await self._memory.make(0)

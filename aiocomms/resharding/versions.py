@@ -54,17 +54,17 @@ class VersionMemory:
         """Make a buffer if none has that number. A thread allocates it, because this touches all its memory pages."""
         if number in self._regions:
             return
-        flat = await run_in_thread(self._allocated)
+        flat, tensors = await run_in_thread(self._allocated)
         self._regions[number] = self._here.register(flat, read=False)
-        self._tensors[number] = {record.name: view_of(flat, record) for record in self._records}
+        self._tensors[number] = tensors
 
     @unaffected
-    def _allocated(self) -> Tensor:
+    def _allocated(self) -> tuple[Tensor, dict[str, Tensor]]:
         flat = buffers.zeros(size_of(self._records), dtype=torch.uint8, device=self._here.device)
         # The first opening of a region moves memory that is not shared yet, on the event loop's thread.
         if flat.device.type == "cpu" and flat.numel():
             flat.share_memory_()  # type: ignore[no-untyped-call]
-        return flat
+        return flat, {record.name: view_of(flat, record) for record in self._records}
 
     async def fill(self, number: int, chunks: Mapping[str, Chunk]) -> None:
         """Copy chunks into a buffer. A cancelled call ends after the copy, which reads the program's tensors."""
