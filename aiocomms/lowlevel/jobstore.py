@@ -18,7 +18,7 @@ from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.forks import Unshared
 from aiocomms.lowlevel.handshake import RefusedError, connector_dialogue
 from aiocomms.lowlevel.sockets import read_exactly, tune
-from aiocomms.lowlevel.storeserver import LENGTH, OUTAGE, SERVER, StoreServer, perform
+from aiocomms.lowlevel.storeserver import LENGTH, LONGEST, OUTAGE, SERVER, StoreServer, perform
 
 _FIRST_PAUSE: Final = 0.0005
 _LONGEST_PAUSE: Final = 0.05
@@ -80,6 +80,8 @@ class JobStore(Store):
         if self._server is not None:
             return perform(self._server.kept, what, args)
         request = msgspec.msgpack.encode((what, *args))
+        if len(request) > LONGEST:
+            raise DistStoreError(f"the request takes {len(request)} bytes, wanted at most {LONGEST}")
         with self._lock:
             connection = self._connection
             if connection is None:

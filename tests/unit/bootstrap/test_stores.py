@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 from processes import HANGS, PATIENCE
-from torch.distributed import TCPStore
+from torch.distributed import DistStoreError, TCPStore
 
 from aiocomms.bootstrap import stores
 from aiocomms.bootstrap.stores import connect_store
 from aiocomms.errors import ArgumentError, AuthError, ProtocolError, StoreLostError
 from aiocomms.lowlevel.stores import reach_store
+from aiocomms.lowlevel.storeserver import LONGEST
 
 pytestmark = pytest.mark.real
 
@@ -444,11 +445,27 @@ def test_other_local_user_is_admitted_only_with_the_token(port, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "request_", [b"\xff" * 8, struct.pack("!I", 3) + b"abc", struct.pack("!I", 6) + b"\x91\xa4exec"], ids=repr
+    "request_",
+    [
+        b"\xff" * 8,
+        struct.pack("!I", 3) + b"abc",
+        struct.pack("!I", 6) + b"\x91\xa4exec",
+        struct.pack("!I", 8) + b"\x93\xa3add\xa1n\x01",  # torch raises IndexError, as the number is too large.
+    ],
+    ids=repr,
 )
 def test_client_with_a_malformed_request_is_disconnected(port, request_):
     store, peer, broken = rank0(port), client(port), client(port)
+    store.set("n", "9" * 30)
     broken._connection.sendall(request_)
     assert broken._connection.recv(1) == b""
+    peer.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_client_refuses_a_request_that_the_server_would_not_read(port):
+    store, peer = rank0(port), client(port)
+    with pytest.raises(DistStoreError, match=f"wanted at most {LONGEST}"):
+        peer.set("key", bytes(LONGEST))
     peer.set("key", "value")
     assert store.get("key") == b"value"
