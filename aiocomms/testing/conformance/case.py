@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
+import signal
 import time
 import unittest
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar, cast
 
 import anyio
 import torch
@@ -20,6 +22,9 @@ from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import UnsupportedOperation
 from aiocomms.testing.conformance import data
 from aiocomms.transport import Capabilities, Transport
+
+DIES: Final = "dies"
+"""The note of a rank that kills itself."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -188,6 +193,13 @@ class Case:
         :param called: ``time.monotonic()`` before the call; all ranks of a machine share that clock.
         """
         self.spans.append(Span(what, called, time.monotonic()))
+
+    def die(self) -> NoReturn:
+        """Kill the process of this rank, on which the check then passes. See :meth:`need_processes`."""
+        self.need_processes()
+        self.tell(DIES)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("the process has survived SIGKILL")
 
     # ------------------------------------------------------------------------------- capabilities of the transport
 

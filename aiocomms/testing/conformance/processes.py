@@ -14,7 +14,7 @@ from typing import Any
 
 from aiocomms.testing import conformance
 from aiocomms.testing.conformance import worker
-from aiocomms.testing.conformance.case import Outcome, Place
+from aiocomms.testing.conformance.case import DIES, Outcome, Place
 from aiocomms.testing.conformance.rank import Request
 from aiocomms.testing.conformance.world import GRACE, STOP, World
 
@@ -51,21 +51,29 @@ class Processes(World):
         store = str(Path(self._folder.name) / f"store{self._runs}")
         for member in self._members:
             member.send("run", request, store, self._fresh)
-        outcomes = _Conversation(self._members, self.place.deadline).outcomes()
+        conversation = _Conversation(self._members, self.place.deadline)
+        outcomes = conversation.outcomes()
         if any(outcome.status not in ("passed", "skipped") for outcome in outcomes):
             self._kill()
+        elif conversation.dying:
+            self._end()
         self._fresh = not all(outcome.usable for outcome in outcomes)
         return outcomes
 
     def close(self) -> None:
         """See :meth:`World.close`. A rank that does not end by itself is an error."""
+        codes = self._end()
+        self._folder.cleanup()
+        assert not any(codes), f"the ranks' processes should have ended with 0, and ended with {codes}; -9: too late"
+
+    def _end(self) -> list[int]:
+        """End the processes, and return their exit codes."""
         for member in self._members:
             member.send("close")
         ends = time.monotonic() + _CLOSE
         codes = [member.end(ends) for member in self._members]
         self._kill()
-        self._folder.cleanup()
-        assert not any(codes), f"the ranks' processes should have ended with 0, and ended with {codes}; -9: too late"
+        return codes
 
     def _kill(self) -> None:
         for member in self._members:
@@ -131,6 +139,8 @@ class _Conversation:
         self._ends = time.monotonic() + deadline
         self._outcomes: dict[int, Outcome] = {}
         self._stopped = False
+        self.dying: set[int] = set()
+        """The ranks that kill themselves in this check."""
 
     def outcomes(self) -> list[Outcome]:
         """Wait for the outcomes of the check, and return them by rank."""
@@ -151,8 +161,11 @@ class _Conversation:
         try:
             kind, what = pipe.recv()
         except (EOFError, OSError):
-            kind, what = "done", Outcome("failed", self._members[rank].died(), usable=False)
+            status = "passed" if rank in self.dying else "failed"
+            kind, what = "done", Outcome(status, self._members[rank].died(), usable=False)
         if kind == "note":
+            if what == DIES:
+                self.dying.add(rank)
             for other, member in enumerate(self._members):
                 if other != rank:
                     member.send("note", rank, what)

@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 import unittest
+import weakref
 from collections.abc import Callable
 
 import anyio
@@ -399,3 +400,24 @@ async def test_storage_moved_during_an_op_is_an_error(comm: Communicator, case: 
         case.tell("resized")
         with pytest.raises(CommError):
             await work
+
+
+@ranks(2)
+async def test_tensors_of_ended_ops_are_freed(comm: Communicator, case: Case) -> None:
+    """A transport may keep a tensor until a few later operations have ended."""
+    case.need("collectives")
+    tensors: list[weakref.ref[torch.Tensor]] = []
+    for _ in range(8):
+        tensor = torch.ones(4, device=comm.device)
+        parts = [torch.ones(4, device=comm.device) for _ in range(comm.size)]
+        tensors += [weakref.ref(one) for one in (tensor, *parts)]
+        await comm.all_reduce(tensor)
+        await comm.broadcast(tensor, 0)
+        await comm.all_gather(parts, tensor)
+        if "p2p" in comm.transports:
+            sent = comm.send(tensor, 1 - comm.rank)
+            await comm.recv(parts[0], 1 - comm.rank)
+            await sent
+    del tensor, parts
+    gc.collect()
+    assert sum(tensor() is not None for tensor in tensors) < len(tensors) / 2
