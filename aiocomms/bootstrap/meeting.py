@@ -43,7 +43,6 @@ class Predecessor(NamedTuple):
     timeout: float
     reason: CommError | None
     """The error that every later op raises; None if the communicator is not lost."""
-    closed: bool
 
 
 class Meeting:

@@ -34,7 +34,6 @@ from aiocomms.diagnosis.hang_report import numbered
 from aiocomms.errors import (
     ArgumentError,
     CommAbortedError,
-    CommClosedError,
     CommError,
     CommTimeoutError,
     MismatchError,
@@ -374,15 +373,12 @@ def _excluded() -> CommAbortedError:
 
 
 def _check(before: Predecessor, ranks: Sequence[int] | None, size: int | None) -> None:
-    """Check the arguments of a recovery, and that this rank has not closed the communicator and is not taken for dead.
+    """Check the arguments of a recovery, and that this rank is not taken for dead.
 
     :raises ArgumentError: an argument is wrong.
-    :raises CommClosedError: the communicator was closed on this rank.
     :raises CommAbortedError: the other ranks take this rank for dead.
     """
     reason, rank = before.reason, before.rendezvous.rank
-    if before.closed:
-        raise CommClosedError("the communicator was closed on this rank: call reconfigure() before aclose()")
     if ranks is not None and not ranks:
         raise ArgumentError("ranks is empty, wanted this rank and others")
     if size is not None and (type(size) is not int or not rank < size):

@@ -36,7 +36,7 @@ from aiocomms.diagnosis import debug, dumps
 from aiocomms.diagnosis.debug import Debugger
 from aiocomms.diagnosis.live import Leaving, Sight, live, sight_of
 from aiocomms.diagnosis.statistics import Statistics, statistics_of
-from aiocomms.errors import CommError, MismatchError, PeerDiedError, StoreLostError, as_reason, wrong_thread
+from aiocomms.errors import CommClosedError, CommError, MismatchError, PeerDiedError, StoreLostError, as_reason
 from aiocomms.lowering.lane_messages import Key
 from aiocomms.lowering.shortcuts import give_methods
 from aiocomms.lowlevel import run_in_thread
@@ -74,6 +74,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         self._rendezvous, self._plan = rendezvous, plan
         self._core = core = Core(rendezvous, transports, plan.options)
         self._children = 0  # The number of communicators split off.
+        self._reconfiguring = False
         self._groups = Groups(rendezvous, plan, core.by_family)
         self._portal: Portal | None = None
         self._doors: list[Door] = []  # The doors of portals.
@@ -207,8 +208,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         :raises RuntimeError: the caller is not on the communicator's thread.
         """
         core = self._core
-        if get_ident() != core.thread:
-            raise wrong_thread(f"lost on '{self.name}'")
+        core.demand_thread("lost")
         await core.over
         if core.life.failure is not None:
             return core.life.failure.error
@@ -223,8 +223,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         :raises RuntimeError: the caller is not on the communicator's thread.
         :raises CommError: a transport failed while it closed; everything else is released.
         """
-        if get_ident() != self._core.thread:
-            raise wrong_thread(f"aclose on '{self.name}'")
+        self._core.demand_thread("aclose")
         try:
             await self._core.aclose(self._released)
         finally:
@@ -387,14 +386,28 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             quarter of ``timeout``.
         :param size: the new size. Remaining ranks keep their numbers, and newcomers (``new_comm(join=True)``) fill the
             gaps. None: the remaining ranks get new numbers in the old order.
+        :raises RuntimeError: the caller is not on the communicator's thread.
+        :raises CommError: another task of this rank reconfigures this communicator. Nothing was sent.
         :raises CommAbortedError: this rank is excluded: the other ranks go on without it.
         :raises CommTimeoutError: a rank or newcomer did not arrive in time.
         :raises StoreLostError: the store is lost, and the transport needs it.
         """
         core, failure = self._core, self._core.life.failure
+        core.demand_thread("reconfigure")
+        refused: CommError | None = None
+        if core.closed:
+            refused = core.life.closed or CommClosedError("the communicator was lost, and then closed on this rank")
+        elif self._reconfiguring:
+            refused = CommError("another task reconfigures this communicator: let all tasks wait for one call")
+        if refused is not None:
+            raise refused.about(comm=self.name, op="reconfigure", rank=self.rank)
         reason = None if failure is None else failure.error
-        old = Predecessor(self._rendezvous, self._plan, core.notes, self._seconds, reason, self.closed)
-        return await recovery.replace(self, Communicator(*await recovery.form_again(old, ranks, size, timeout)))
+        old = Predecessor(self._rendezvous, self._plan, core.notes, self._seconds, reason)
+        self._reconfiguring = True
+        try:
+            return await recovery.replace(self, Communicator(*await recovery.form_again(old, ranks, size, timeout)))
+        finally:
+            self._reconfiguring = False
 
     def statistics(self) -> Statistics:
         """Return the communicator's present and past activity as a plain record. Any thread may call this.

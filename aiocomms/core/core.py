@@ -155,10 +155,14 @@ class Core(Posting):
 
     def demand(self, what: str) -> None:
         """Refuse a call that is no op if it comes on the wrong thread, or after the end of the communicator."""
-        if get_ident() != self.thread:
-            raise wrong_thread(f"{what} on '{self.name}'")
+        self.demand_thread(what)
         if (error := self.refusal()) is not None:
             raise error.about(comm=self.name, op=what, rank=self.rank)
+
+    def demand_thread(self, what: str) -> None:
+        """Refuse a call on the wrong thread."""
+        if get_ident() != self.thread:
+            raise wrong_thread(f"{what} on '{self.name}'")
 
     def refused(self, op: ops.Op) -> Exception:
         """Return the error of an op that is refused."""

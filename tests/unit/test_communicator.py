@@ -421,6 +421,33 @@ def test_cancelled_reconfigure_leaves_no_rank_waiting(run):
     run(main)
 
 
+def test_second_reconfigure_at_once_is_refused(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            one.abort("enough")
+            new, *tried = await together(two.reconfigure, *2 * [lambda: outcome(one.reconfigure())])
+            (refused,) = (result for result in tried if isinstance(result, CommError))
+            assert str(refused).startswith("reconfigure on 'world' (rank 0): another task reconfigures")
+            tried.remove(refused)
+            assert await ranks([new, *tried], total) == [2, 2]
+            await together(*(comm.aclose for comm in [new, *tried]))
+
+    run(main)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_reconfigure_of_a_closed_communicator_is_refused(lost):
+    async def main():
+        async with local_world(1) as (comm,):
+            if lost:
+                comm.abort("enough")
+            await comm.aclose()
+            with pytest.raises(CommClosedError, match=r"^reconfigure on 'world' \(rank 0\): .* closed on this rank"):
+                await comm.reconfigure()
+
+    run_on("asyncio", main)
+
+
 def test_slow_store_without_a_substitute_is_not_given_up(run, monkeypatch):
     monkeypatch.setattr(meeting, "PROBE", 0.0)  # A busy machine makes every probe late.
 
@@ -681,11 +708,11 @@ def test_calls_on_another_thread_are_refused():
     run_on("asyncio", main)
 
 
-def test_cancel_and_aclose_on_another_thread_are_refused():
+def test_cancel_aclose_and_reconfigure_on_another_thread_are_refused():
     async def main():
         async with local_world(2) as (one, two):
             waiting = one.recv(torch.empty(1), 1)
-            for call in (waiting.cancel, one.aclose):
+            for call in (waiting.cancel, one.aclose, one.reconfigure):
                 with pytest.raises(RuntimeError, match=rf"{call.__name__} .* another thread .*threadsafe"):
                     await anyio.to_thread.run_sync(anyio.run, call)
             two.send(torch.ones(1), 0)

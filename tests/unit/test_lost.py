@@ -198,14 +198,15 @@ def test_lost_on_another_thread_is_refused(run, loop):
 
 
 @pytest.mark.real
-def test_lost_in_a_forked_child_is_refused(run):
+@pytest.mark.parametrize("name", ["lost", "reconfigure"])
+def test_lost_and_reconfigure_in_a_forked_child_are_refused(run, name):
     async def main():
         async with local_world(1) as (comm,):
             read, write = os.pipe()
             child = os.fork()
             if child == 0:
                 try:
-                    comm.lost().send(None)
+                    getattr(comm, name)().send(None)
                 except BaseException as error:
                     os.write(write, repr(error).encode())
                 finally:
