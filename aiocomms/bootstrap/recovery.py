@@ -52,6 +52,8 @@ _TURN: Final = 0.5
 """The seconds after which the next higher rank proposes, if no rank below it has proposed."""
 _AGAIN: Final = 0.25
 """The seconds after which a waiting rank reports again that it is present, for ranks that take it for dead."""
+_MOST_FREE: Final = 16
+"""The number of free ranks after which a rank stops its look for claims. A wrong ``size`` may be very large."""
 _GONE: Final = b"0"
 
 
@@ -121,7 +123,7 @@ class Recovery:
         _check(before, self._ranks, size)
         self._meeting = Meeting(before, self._ranks, size, seconds)
         self._free: list[int] = []
-        """The free ranks that no newcomer had claimed when this rank last looked."""
+        """The lowest free ranks that no newcomer had claimed when this rank last looked."""
         line = self._meeting.line if before.reason is None else None
         self._closed = {rank for rank in range(self._old.size) if line is not None and line.gone(rank)}
         """The ranks that had closed the communicator before. If they had died, the communicator would be lost."""
@@ -292,9 +294,15 @@ class Recovery:
                 return None
         if self._wanted is None or self._claims is None:
             return Decision(secrets.token_hex(16), dict(enumerate(old)), {})
-        joins = {new: self._claims.newest(new) for new in range(self._wanted) if new not in old}
-        self._free = [new for new, claim in joins.items() if not claim]
-        return Decision(secrets.token_hex(16), {r: r for r in old}, joins) if not self._free else None
+        joins, free = dict[int, str](), list[int]()
+        for new in range(self._wanted):
+            if new not in old:
+                joins[new] = self._claims.newest(new)
+                free += [] if joins[new] else [new]
+            if len(free) == _MOST_FREE:
+                break
+        self._free = free
+        return None if free else Decision(secrets.token_hex(16), {r: r for r in old}, joins)
 
     def _check_quorum(self, old: Sequence[int]) -> None:
         """Check that these ranks are a majority if they meet at a new store, as a network may be divided.

@@ -18,6 +18,7 @@ from aiocomms.bootstrap.board import Board
 from aiocomms.errors import CommError, CommTimeoutError
 from aiocomms.lowlevel.jobstore import JobStore
 from aiocomms.lowlevel.stores import serve_store
+from aiocomms.testing import local_world
 
 pytestmark = pytest.mark.real
 
@@ -98,6 +99,19 @@ def test_rank_whose_reconfigure_timed_out_does_not_count_as_present(transport: s
             await succeed(comms, ranks=[0, 1, 2])
 
     run_on("asyncio", main)
+
+
+@pytest.mark.deterministic
+def test_look_for_newcomers_ends_after_some_free_ranks():
+    """The look for a very large size would never end."""
+
+    async def main() -> None:
+        async with local_world(1) as (comm,):
+            error = await in_vain(comm, size=1000)
+            assert isinstance(error, CommTimeoutError)
+            assert error.late == tuple(range(1, 17))
+
+    run_on("simulated", main)
 
 
 def test_unreachable_address_of_an_earlier_meeting_is_dropped():
