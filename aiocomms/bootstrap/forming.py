@@ -219,20 +219,24 @@ def broken_off(error: BaseException, members: Sequence[int]) -> CommError:
     """
     if isinstance(error, CommError):
         # An error without an op comes from forming, and names ranks of the new communicator.
-        return _renumbered(error, members) if error.op is None else error
+        return renumbered(error, members, "the communicator that is split") if error.op is None else error
     if isinstance(error, Exception):
         return CommError(f"split failed: {type(error).__name__}: {error}")
     return CommAbortedError("split was cancelled")
 
 
-def _renumbered(error: CommError, members: Sequence[int]) -> CommError:
-    """Return an error of a new communicator, with its ranks numbered as in the communicator that is split."""
+def renumbered(error: CommError, members: Sequence[int], old_one: str) -> CommError:
+    """Return an error of a new communicator, with its ranks numbered as in the communicator that it comes from.
+
+    :param members: the new communicator's ranks, as ranks of the old communicator.
+    :param old_one: the old communicator, in words.
+    """
     copy = error.about()
     late = error.late if isinstance(error, CommTimeoutError) else ()
     named = late or (() if error.peer is None else (error.peer,))
     old = [members[rank] for rank in named]
     if old != list(named):
-        copy.message += f"; these are ranks {old} of the communicator that is split"
+        copy.message += f"; these are ranks {old} of {old_one}"
         copy.args = (copy.message,)
     copy.comm, copy.rank, copy.peer = None, None, old[0] if len(old) == 1 else None
     if isinstance(copy, CommTimeoutError):

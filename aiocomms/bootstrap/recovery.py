@@ -24,7 +24,7 @@ from torch.distributed import Store
 from aiocomms import arguments
 from aiocomms.arguments import as_int
 from aiocomms.bootstrap.board import ANYBODY, Board
-from aiocomms.bootstrap.forming import FORMS_AGAIN, Transports, formed, give_up, given_up, kept
+from aiocomms.bootstrap.forming import FORMS_AGAIN, Transports, formed, give_up, given_up, kept, renumbered
 from aiocomms.bootstrap.meeting import Meeting, Predecessor
 from aiocomms.bootstrap.newcomers import Claims, Invitation
 from aiocomms.bootstrap.records import pauses
@@ -71,6 +71,11 @@ class Decision(msgspec.Struct, array_like=True):
     def size(self) -> int:
         """The number of ranks of the new communicator."""
         return len(self.old) + len(self.joins)
+
+    @property
+    def members(self) -> list[int]:
+        """The old rank of each new rank. A newcomer has the rank whose place it takes."""
+        return [self.old.get(rank, rank) for rank in range(self.size)]
 
 
 _DECISIONS = ControlCodec[Decision](Decision, "what the ranks have decided")
@@ -150,27 +155,40 @@ class Recovery:
             decision = await self._agree(board, root)
             if decision is None:
                 continue
-            # An attempt gets half of the time that is left, so that another attempt is possible.
-            rendezvous = self._successor(decision, root, max(1.0, self._meeting.left() / 2))
-            failure: CommError = CommAbortedError("another rank could not form it, or this rank was too slow")
             try:
-                async with admitting(root):  # The store may be a new one.
-                    rendezvous, selection, transports = await self._form(rendezvous, decision)
-                if await kept(rendezvous, transports):
-                    rendezvous.timeout = self._before.timeout
-                    return rendezvous, selection, transports
-            except FORMS_AGAIN as error:
-                failure = error
-            finally:
-                self._before.notes.tried.add(decision.key)
-            # This rank must ask whether the others have formed the new communicator. Otherwise two processes could have
-            # the same rank.
-            give = functools.partial(give_up, rendezvous, rendezvous.rank, failure)
-            if not await self._meeting.off_loop("giving an attempt up", give, more=PROBE):
-                raise _excluded()
-            if self._meeting.left() < _TURN:
-                raise failure
+                parts = await self._carry_out(decision, root)
+            except CommError as error:
+                raise renumbered(error, decision.members, "the old communicator") from error.__cause__
+            if parts is not None:
+                return parts
         raise AssertionError
+
+    async def _carry_out(self, decision: Decision, root: Store) -> Formed | None:
+        """Form the new communicator; return None if the attempt has failed and there is time for another one.
+
+        :raises CommError: an error whose ranks are those of the new communicator.
+        """
+        # An attempt gets half of the time that is left, so that another attempt is possible.
+        rendezvous = self._successor(decision, root, max(1.0, self._meeting.left() / 2))
+        failure: CommError = CommAbortedError("another rank could not form it, or this rank was too slow")
+        try:
+            async with admitting(root):  # The store may be a new one.
+                rendezvous, selection, transports = await self._form(rendezvous, decision)
+            if await kept(rendezvous, transports):
+                rendezvous.timeout = self._before.timeout
+                return rendezvous, selection, transports
+        except FORMS_AGAIN as error:
+            failure = error
+        finally:
+            self._before.notes.tried.add(decision.key)
+        # This rank must ask whether the others have formed the new communicator. Otherwise two processes could have the
+        # same rank.
+        give = functools.partial(give_up, rendezvous, rendezvous.rank, failure)
+        if not await self._meeting.off_loop("giving an attempt up", give, more=PROBE):
+            raise _excluded()
+        if self._meeting.left() < _TURN:
+            raise failure
+        return None
 
     def _successor(self, decision: Decision, root: Store, seconds: float) -> StoreRendezvous:
         old = self._old
@@ -189,9 +207,11 @@ class Recovery:
     def _missing(self, decision: Decision, before: Iterable[int]) -> CommError | None:
         """Return an error if one of a decision's ranks is gone, so that the decision must fail. Runs in a thread.
 
+        The error names the new rank, like each error of an attempt.
+
         :param before: the ranks that this rank took for dead when they reported that they are present.
         """
-        gone = [rank for rank in decision.old.values() if rank not in before and self._dead(rank)]
+        gone = [new for new, rank in decision.old.items() if rank not in before and self._dead(rank)]
         gone += [rank for rank, claim in decision.joins.items() if self._claims and self._claims.last(rank) != claim]
         return PeerDiedError(f"rank {gone[0]} has died or was cut off", peer=gone[0]) if gone else None
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio
 import pytest
 import torch
 from concurrency import run_on, together
@@ -15,6 +16,8 @@ from torch.distributed import DistNetworkError, HashStore, Store
 import aiocomms
 from aiocomms.bootstrap import newcomers, recovery
 from aiocomms.bootstrap.board import Board
+from aiocomms.bootstrap.meeting import Meeting
+from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.errors import CommError, CommTimeoutError
 from aiocomms.lowlevel.jobstore import JobStore
 from aiocomms.lowlevel.stores import serve_store
@@ -110,6 +113,27 @@ def test_look_for_newcomers_ends_after_some_free_ranks():
             error = await in_vain(comm, size=1000)
             assert isinstance(error, CommTimeoutError)
             assert error.late == tuple(range(1, 17))
+
+    run_on("simulated", main)
+
+
+@pytest.mark.deterministic
+def test_error_of_an_attempt_names_ranks_of_the_old_communicator(monkeypatch: pytest.MonkeyPatch):
+    dead: set[int] = set()
+
+    async def die(rendezvous: StoreRendezvous, opening: Any, missing: Any) -> None:
+        opening.close()
+        await anyio.sleep(rendezvous.left())  # There is no time for another attempt.
+        dead.add(2)
+        raise missing()
+
+    async def main() -> None:
+        async with local_world(3) as (_, *comms):
+            monkeypatch.setattr(recovery, "formed", die)
+            monkeypatch.setattr(Meeting, "dead", lambda self, rank: rank in dead)
+            for error in await together(*(lambda comm=comm: in_vain(comm, ranks=[1, 2]) for comm in comms)):
+                assert (error.comm, error.peer) == ("world", 2)
+                assert "rank 1 has died or was cut off; these are ranks [2] of the old communicator" in str(error)
 
     run_on("simulated", main)
 
