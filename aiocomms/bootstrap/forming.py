@@ -154,12 +154,13 @@ def give_up(board: Board, rank: int, failure: BaseException) -> bool:
     return board.decide(_END, _REASONS.encode(reason)) != _CARRIED_OUT
 
 
-def given_up(board: Board) -> bool:
-    """Return whether a rank has reported that it cannot form a communicator. Blocks.
+def given_up(board: Board) -> CommError | None:
+    """Return the reason why a rank cannot form a communicator; None if no rank has given up. Blocks.
 
     :raises StoreLostError: the store is gone.
     """
-    return board.decided(_END) not in (None, _CARRIED_OUT)
+    end = board.decided(_END)
+    return _REASONS.decode(end).to_error() if end else None
 
 
 async def kept(rendezvous: StoreRendezvous, transports: Transports) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from torch.distributed import PrefixStore, Store
 
-from aiocomms.bootstrap.forming import FORMS_AGAIN, Transports, formed, kept
+from aiocomms.bootstrap.forming import FORMS_AGAIN, Transports, formed, kept, tell
 from aiocomms.bootstrap.records import pauses, read, write
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.errors import CommAbortedError, CommTimeoutError, MismatchError, ProtocolError
@@ -118,30 +118,39 @@ async def join(
     :raises CommTimeoutError: no rank invited this process.
     :raises StoreLostError: the store is gone.
     """
+    failed = f"do the others call reconfigure(size={newcomer.size})?"
     while True:
-        rendezvous = await _invited(newcomer, root)
+        rendezvous = await _invited(newcomer, root, failed)
         try:
             transports = await formed(rendezvous, form(rendezvous))
             if await kept(rendezvous, transports):
                 return rendezvous, transports
-        except FORMS_AGAIN:
+        except FORMS_AGAIN as error:
             if newcomer.left() <= 0:
                 raise
+            failed = f"the last attempt failed: {error.message}"
 
 
-async def _invited(newcomer: StoreRendezvous, root: Store) -> StoreRendezvous:
-    """Wait until the ranks of an earlier epoch invite this process, and return the rendezvous of the next epoch."""
+async def _invited(newcomer: StoreRendezvous, root: Store, failed: str) -> StoreRendezvous:
+    """Wait until the ranks of an earlier epoch invite this process, and return the rendezvous of the next epoch.
+
+    :param failed: the end of the error if no rank invites this process.
+    """
     rank, size, given_up = newcomer.rank, newcomer.size, clock.event()
     claims = Claims(newcomer, root)
     try:
         invitation: Invitation = await newcomer.run("waiting to be taken in", lambda: claims.claim(rank, given_up))
     except CommTimeoutError as error:
         raise CommTimeoutError(
-            f"within {newcomer.timeout} s no communicator took this process in as rank {rank}: do the others call "
-            f"reconfigure(size={size})?", comm=newcomer.name, rank=rank,
+            f"within {newcomer.timeout} s no communicator took this process in as rank {rank}: {failed}",
+            comm=newcomer.name, rank=rank,
         ) from error  # fmt: skip
     finally:
         given_up.set()
+    left = max(0.001, newcomer.left())
+    rendezvous = newcomer.successor(root, invitation.key, invitation.epoch, rank, size, left)
     if invitation.size != size:
-        raise MismatchError(f"size is {size}, and the others have agreed on {invitation.size}", rank=rank)
-    return newcomer.successor(root, invitation.key, invitation.epoch, rank, size, max(0.001, newcomer.left()))
+        wrong = MismatchError(f"size is {size}, and the others have agreed on {invitation.size}", rank=rank)
+        await tell(rendezvous, wrong)
+        raise wrong
+    return rendezvous

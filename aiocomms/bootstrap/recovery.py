@@ -133,6 +133,8 @@ class Recovery:
         self._closed = {rank for rank in range(self._old.size) if line is not None and line.gone(rank)}
         """The ranks that had closed the communicator before. If they had died, the communicator would be lost."""
         self._cut = False  # True if this rank may be cut off from ranks on other hosts.
+        self._failed = ""
+        """The end of an error, which gives the reason why the last attempt failed; empty if none has failed."""
         self._claims: Claims | None = None
         self._claimed: dict[int, str] = {}
         """The claim by which each rank joined; empty if it joined without one, or a newcomer claims its rank."""
@@ -188,7 +190,12 @@ class Recovery:
             raise _excluded()
         if self._meeting.left() < _TURN:
             raise failure
+        self._note(failure, decision)
         return None
+
+    def _note(self, failure: CommError, decision: Decision) -> None:
+        failed = renumbered(failure, decision.members, "the old communicator")
+        self._failed = f"; the last attempt failed: {failed.message}"
 
     def _successor(self, decision: Decision, root: Store, seconds: float) -> StoreRendezvous:
         old = self._old
@@ -244,7 +251,7 @@ class Recovery:
             who = [f"ranks {absent} had not joined"] if absent else []
             who += [f"no process joined as the free ranks {self._free}{self._why_free()}"] if self._free else []
             late = f"the ranks could not agree within {self._seconds:g} s{': ' if who else ''}{', and '.join(who)}"
-            raise CommTimeoutError(late, late=absent or self._free) from None
+            raise CommTimeoutError(f"{late}{self._failed}", late=absent or self._free) from None
         finally:
             stop.set()
 
@@ -276,9 +283,10 @@ class Recovery:
                     continue
                 record = board.decide("decision", _DECISIONS.encode(proposal))
             decision = _DECISIONS.decode(record)
-            if self._spent(self._successor(decision, root, 0.0), decision):
+            successor = self._successor(decision, root, 0.0)
+            if self._spent(successor, decision):
                 return None
-            self._accept(decision)
+            self._accept(decision, successor)
             if self._claims is not None:
                 invitation = Invitation(self._old.epoch + 1, decision.size, decision.key)
                 for new, claim in decision.joins.items():  # Each rank answers, because the proposer may be gone.
@@ -294,7 +302,10 @@ class Recovery:
         :raises CommAbortedError: the decision failed on this rank, but the others have carried it out.
         """
         if decision.key not in self._before.notes.tried:
-            return given_up(board)
+            failure = given_up(board)
+            if failure is not None:
+                self._note(failure, decision)
+            return failure is not None
         if not give_up(board, board.rank, CommAbortedError("an earlier attempt on this rank has failed")):
             raise _excluded()
         return True
@@ -341,19 +352,24 @@ class Recovery:
                     "hosts, are dead or cut off cannot be told. If they are dead, name those that are left in ranks"
                 )
 
-    def _accept(self, decision: Decision) -> None:
-        """Check that a decision agrees with this rank's arguments.
+    def _accept(self, decision: Decision, board: Board) -> None:
+        """Check that a decision agrees with this rank's arguments. If it does not, tell the ranks that form it.
 
+        :param board: the new communicator's board.
         :raises CommAbortedError: the decision excludes this rank.
         :raises MismatchError: the decision has other ranks or another size.
         """
         old = sorted(decision.old.values())
         if self._old.rank not in old:
             raise CommAbortedError(f"this rank is excluded: ranks {old} go on without it")
+        wrong = None
         if self._ranks is not None and self._ranks != old:
-            raise MismatchError(f"ranks is {self._ranks}, and the others have agreed on {old}")
-        if decision.joins if self._wanted is None else decision.size != self._wanted:
-            raise MismatchError(f"size is {self._wanted}, and the others have agreed on {decision.size} ranks")
+            wrong = MismatchError(f"ranks is {self._ranks}, and the others have agreed on {old}")
+        elif decision.joins if self._wanted is None else decision.size != self._wanted:
+            wrong = MismatchError(f"size is {self._wanted}, and the others have agreed on {decision.size} ranks")
+        if wrong is not None:
+            give_up(board, board.rank, wrong)
+            raise wrong
 
 
 class Presence:

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from concurrency import run_on, together
+from concurrency import new_store, run_on, together
 from processes import HANGS, free_port
 from torch.distributed import DistNetworkError, HashStore, Store
 
@@ -18,7 +18,7 @@ from aiocomms.bootstrap import newcomers, recovery
 from aiocomms.bootstrap.board import Board
 from aiocomms.bootstrap.meeting import Meeting
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
-from aiocomms.errors import CommError, CommTimeoutError
+from aiocomms.errors import CommError, CommTimeoutError, MismatchError
 from aiocomms.lowlevel.jobstore import JobStore
 from aiocomms.lowlevel.stores import serve_store
 from aiocomms.testing import local_world
@@ -27,6 +27,8 @@ pytestmark = pytest.mark.real
 
 SHORT = 1.0
 """The timeout in seconds of calls that cannot succeed."""
+LONG = 4.0
+"""The timeout in seconds of calls in virtual time that make a second attempt."""
 
 
 @pytest.fixture(params=["local", "ucx"])
@@ -47,10 +49,10 @@ async def world(transport: str, store: Store, size: int) -> AsyncIterator[list[a
         await together(*(comm.aclose for comm in comms))
 
 
-async def in_vain(comm: aiocomms.Communicator, **how: Any) -> CommError:
+async def in_vain(comm: aiocomms.Communicator, *, timeout: float = SHORT, **how: Any) -> CommError:
     """Reconfigure with an expected failure, check that the communicator is unchanged, and return the error."""
     with pytest.raises(CommError) as caught:
-        await comm.reconfigure(timeout=SHORT, **how)
+        await comm.reconfigure(timeout=timeout, **how)
     assert not comm.closed
     assert not comm.aborted
     return caught.value
@@ -134,6 +136,35 @@ def test_error_of_an_attempt_names_ranks_of_the_old_communicator(monkeypatch: py
             for error in await together(*(lambda comm=comm: in_vain(comm, ranks=[1, 2]) for comm in comms)):
                 assert (error.comm, error.peer) == ("world", 2)
                 assert "rank 1 has died or was cut off; these are ranks [2] of the old communicator" in str(error)
+
+    run_on("simulated", main)
+
+
+@pytest.mark.deterministic
+@pytest.mark.parametrize("odd", [1, 2])
+def test_ranks_that_wait_are_told_of_a_mismatch(odd: int):
+    """Rank 1 reconfigures without ``size``, or the newcomer has another size."""
+
+    async def main() -> None:
+        store = new_store()
+
+        async def newcomer() -> CommError:
+            size = 4 if odd == 2 else 3
+            with pytest.raises(CommError) as caught:
+                await aiocomms.new_comm("local", store=store, rank=2, size=size, timeout=LONG, join=True)
+            return caught.value
+
+        async with world("local", store, 2) as (one, two):
+            errors = await together(
+                lambda: in_vain(one, size=3, timeout=LONG),
+                lambda: in_vain(two, size=None if odd == 1 else 3, timeout=LONG),
+                newcomer,
+            )
+        mismatch = errors.pop(odd)
+        assert isinstance(mismatch, MismatchError)
+        for error in errors:
+            assert isinstance(error, CommTimeoutError)
+            assert f"rank {odd} could not form the communicator: {mismatch.message}" in str(error)
 
     run_on("simulated", main)
 
