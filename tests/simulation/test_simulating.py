@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import socket
@@ -12,8 +13,10 @@ import threading
 import time
 from pathlib import Path
 
+import anyio
 import pytest
 import torch
+from anyio._backends._asyncio import _task_states
 from processes import HANGS
 
 import aiocomms
@@ -519,6 +522,27 @@ def test_simulation_within_a_simulation_is_refused():
 
     with pytest.raises(SimulationError, match="a simulation runs already"):
         simulate(program)
+
+
+def test_history_frees_tasks_that_a_dead_rank_would_have_started():
+    async def cleaned():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(asyncio.sleep, 60)
+
+    async def program():
+        if here().rank == 1:
+            await cleaned()
+        await asyncio.sleep(1)
+        here().world.kill(1)
+
+    gc.collect()
+    before = len(_task_states)
+    simulate(program, ranks=2)
+    gc.collect()
+    assert len(_task_states) == before
 
 
 def test_place_outside_a_simulation_is_refused():

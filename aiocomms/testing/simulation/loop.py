@@ -11,7 +11,7 @@ import itertools
 import weakref
 from asyncio.events import _set_running_loop
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextvars import Context
 from typing import Any, NoReturn, TypeVar, TypeVarTuple, Unpack
 
@@ -80,9 +80,11 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         """Make this loop the running loop of this thread."""
         _set_running_loop(self)
 
-    def tasks(self) -> list[SimulatedTask]:
-        """Return the tasks that have not ended, in the order in which they were created."""
-        return [task for made in self._made if (task := made()) is not None and not task.done()]
+    def tasks(self) -> Iterator[SimulatedTask]:
+        """Yield the tasks that have not ended, in the order in which they were created; also those made meanwhile."""
+        for made in self._made:
+            if (task := made()) is not None and not task.done():
+                yield task
 
     def report_unseen(self) -> None:
         """Report the errors that no code has retrieved from their tasks.

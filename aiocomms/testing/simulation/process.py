@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -122,7 +123,7 @@ class Process(Timeline):
 
         The library's tasks appear only if no other task waits.
         """
-        tasks = self.loop.tasks()
+        tasks = [*self.loop.tasks()]
         own = [task for task in tasks if in_program(task.get_coro())]
         words = [f"task {task.get_name()!r} waits at {waits_at(task.get_coro())}" for task in own or tasks]
         return f"{self}: {'; '.join(words) or 'no task of it waits'}"
@@ -187,6 +188,12 @@ def _end(coroutine: Any) -> None:
 
     ``close`` would leave ``finally`` blocks that wait as they are, and the garbage collector would report them.
     """
+    frame = getattr(coroutine, "cr_frame", None)
+    if frame is not None and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+        # anyio's coroutine of a task would await the program's coroutine, and Python reports one that nothing awaits.
+        for given in frame.f_locals.values():
+            if inspect.iscoroutine(inner := getattr(given, "_coro", given)):
+                inner.close()
     for _ in range(_MOST_WAITS):
         try:
             coroutine.throw(Killed())

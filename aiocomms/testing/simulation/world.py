@@ -194,7 +194,7 @@ class SimulatedWorld(Clockwork):
     def end(self) -> None:
         """End the rest of the history without any effect outside it."""
         before = logging.root.manager.disable
-        if any(process.loop.tasks() for process in self.processes):
+        if any(next(process.loop.tasks(), None) for process in self.processes):
             logging.disable()  # Coroutines that end in this way may log anything.
         for process in self.processes:
             self.enter(process)
