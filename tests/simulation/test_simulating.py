@@ -180,6 +180,23 @@ def test_deadlock_is_told_at_once_with_the_waiting_lines():
     assert f"task 'main' waits at {line_of('the wait')}" in str(caught.value)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_callbacks_of_a_thread_run_in_the_order_of_its_calls(seed):
+    async def program():
+        loop, got = asyncio.get_running_loop(), []
+        here().world.slow(0, 0.05)
+
+        def work():
+            for i in range(5):
+                loop.call_soon_threadsafe(got.append, i)
+
+        await asyncio.to_thread(work)
+        await asyncio.sleep(1)
+        return got
+
+    assert simulate(program, ranks=1, seed=seed).results == [[0, 1, 2, 3, 4]]
+
+
 # --------------------------------------------------------------------------------------------------------- faults
 
 

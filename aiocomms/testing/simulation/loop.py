@@ -56,6 +56,8 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._ready: deque[asyncio.Handle] = deque()
+        self._coming: deque[asyncio.Handle] = deque()
+        """The callbacks of :meth:`call_soon_threadsafe` that have not reached the loop."""
         self._numbers = itertools.count(1)
         self._made: list[weakref.ref[SimulatedTask]] = []
         self._handler: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None = None
@@ -116,7 +118,8 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.Handle:
         """See :class:`asyncio.AbstractEventLoop`. The callback reaches the loop a moment later."""
         handle = asyncio.Handle(callback, args, self, context)
-        self._timeline.soon(self._ready.append, handle)
+        self._coming.append(handle)
+        self._timeline.soon(lambda: self._ready.append(self._coming.popleft()))
         return handle
 
     def call_later(
