@@ -282,6 +282,56 @@ def test_shorter_fault_does_not_end_a_longer_one_of_its_kind(fault, whom):
     assert simulate(program, 2).results[0] > 1.5
 
 
+def test_partition_that_begins_before_another_ends_holds_the_same_messages_up():
+    async def program():
+        world = here().world
+        async with aiocomms.new_comm(timeout=60) as comm:
+            await comm.barrier()
+            await asyncio.sleep(1.0 - world.time)
+            if comm.rank == 0:
+                world.part(0, 1, 3.0)
+                comm.send(torch.ones(1), 1)
+                await asyncio.sleep(2.0)
+                world.part(0, 1, 2.5)
+            else:
+                await comm.recv(torch.ones(1), 0)
+            return world.time
+
+    assert simulate(program).results[1] == pytest.approx(5.5, abs=0.1)
+
+
+@pytest.mark.parametrize(("seconds", "noticed"), [(3.0, 4.0), (20.0, 6.5)])
+def test_death_behind_a_partition_is_noticed_at_its_end_or_by_the_keepalive(seconds, noticed):
+    async def program():
+        world = here().world
+        async with aiocomms.new_comm(timeout=60, hints={"heartbeat": 0}) as comm:
+            await comm.barrier()
+            await asyncio.sleep(1.0 - world.time)
+            if comm.rank == 1:
+                world.part(1, 0, seconds)
+                await asyncio.sleep(0.5)
+                world.kill(1)
+            await comm.lost()
+            return world.time
+
+    assert simulate(program).results[0] == pytest.approx(noticed, abs=0.1)
+
+
+def test_partition_holds_the_refusal_of_a_call_up():
+    async def program():
+        world, done = here().world, asyncio.Event()
+        if here().rank == 1:
+            world.disk["address"] = world.network.listen(print)
+            world.part(1, 0, 3.0)
+            return None
+        await asyncio.sleep(1.0)
+        world.network.connect(world.disk["address"], b"", lambda welcome: done.set())
+        await done.wait()
+        return world.time
+
+    assert simulate(program).results[0] == pytest.approx(3.0, abs=0.1)
+
+
 def test_cut_loses_the_communicator():
     async def program():
         try:

@@ -9,10 +9,10 @@ from typing import Any, Final
 from aiocomms.lowlevel import clock
 from aiocomms.testing.simulation.clockwork import Clockwork, Timeline
 
-_PING, _PONG, _END, _WELCOME = object(), object(), object(), object()
+_PING, _PONG, _END, _RESET, _LOST, _WELCOME = (object() for _ in range(6))
 KEEPALIVE: Final = 5.0
 """Seconds after which a connection ends if a partition holds up its frames. A pending call keeps trying."""
-_WORDS: Final = {_END: "goodbye", _WELCOME: "welcome"}
+_WORDS: Final = {_END: "goodbye", _RESET: "reset", _WELCOME: "welcome"}
 
 
 def describe(frame: Any) -> str:
@@ -93,14 +93,14 @@ class SimulatedConduit:
         if not self.coming:
             return
         frame = self.coming.popleft()
-        if self.over:
+        if self.over or frame is _LOST:
             return
         self.heard = self.process.now()
         self._network.arrived(self, frame)
         if frame is _PING:
             self.send(_PONG)
-        elif frame is _END:
-            self.end(True)
+        elif frame is _END or frame is _RESET:
+            self.end(frame is _END)
         elif frame is _WELCOME:
             self._answer(True)
         elif frame is not _PONG:
@@ -156,7 +156,8 @@ class SimulatedNetwork:
         self._clockwork, self._running = clockwork, running
         self._least, self._range = latency[0], latency[1] / latency[0]
         self._listeners: dict[bytes, tuple[Timeline, Callable[[clock.Conduit, Any], object]]] = {}
-        self._addresses = 0
+        self._owners: dict[bytes, Timeline] = {}
+        """The process of each address, even if the process does not listen any more."""
         self._conduits: dict[SimulatedConduit, None] = {}
         self._parted: dict[tuple[int, int], float] = {}
         """The time until which no traffic passes from one rank to another, by the pair of ranks."""
@@ -165,8 +166,8 @@ class SimulatedNetwork:
 
     def listen(self, arrived: Callable[[clock.Conduit, Any], object]) -> bytes:
         """See :class:`aiocomms.lowlevel.clock.Network`."""
-        self._addresses += 1
-        address = address_of(self._addresses)
+        address = address_of(len(self._owners) + 1)
+        self._owners[address] = self._running()
         self._listeners[address] = self._running(), arrived
         return address
 
@@ -180,7 +181,8 @@ class SimulatedNetwork:
         mine.call(answered)
         found = self._listeners.get(address)
         if found is None or found[0].over:
-            mine.process.later(self._latency(), mine.end, False)
+            held = self.held(mine.process, self._owners.get(address, mine.process))
+            mine.process.later(held + self._latency(), mine.end, False)
             return mine
         process, arrived = found
         theirs = SimulatedConduit(self, process)
@@ -203,18 +205,25 @@ class SimulatedNetwork:
 
     def carry(self, to: SimulatedConduit, frame: Any) -> None:
         """Schedule the arrival of a frame after the latency, and after all frames that were sent earlier."""
-        world = self._clockwork
         if to.process.over or to.cut:
             return
-        source, held = to.other.process.rank, 0.0
-        parted = self._parted.get((source, to.process.rank), 0.0)
-        if parted > world.time:
-            held = parted - world.time
-            if held > KEEPALIVE and not to.calling and not to.other.calling:
-                world.at(world.time + KEEPALIVE, None, self.cut, to)
         to.coming.append(frame)
-        to.last = max(to.last, world.time + held + self._latency())
-        world.at(to.last, to.process, to.arrive)
+        self._depart(to, self._clockwork.time)
+
+    def _depart(self, to: SimulatedConduit, sent: float) -> None:
+        """Schedule the arrival of a frame, or hold the frame up until the end of a partition.
+
+        :param sent: the time at which the frame was sent.
+        """
+        world = self._clockwork
+        parted = self._parted.get((to.other.process.rank, to.process.rank), 0.0)
+        if parted <= world.time:
+            to.last = max(to.last, world.time + self._latency())
+            world.at(to.last, to.process, to.arrive)
+            return
+        if parted > sent + KEEPALIVE and not to.calling and not to.other.calling:
+            world.at(sent + KEEPALIVE, None, self.cut, to)
+        world.at(parted, None, self._depart, to, sent)  # Another partition may have begun by then.
 
     def undisturbed(self, end: SimulatedConduit) -> bool:
         """Return whether the other process of a connection lives and runs, and no partition separates the processes."""
@@ -251,9 +260,9 @@ class SimulatedNetwork:
             theirs = mine.other
             mine.over = True
             kept = int(self._clockwork.random.random() * (len(theirs.coming) + 1))
-            while len(theirs.coming) > kept:
-                theirs.coming.pop()
-            self._told(theirs, False)
+            for place in range(kept, len(theirs.coming)):
+                theirs.coming[place] = _LOST
+            self.carry(theirs, _RESET)
         self._forget(process)
 
     def close(self, process: Timeline) -> None:
@@ -261,11 +270,6 @@ class SimulatedNetwork:
         for mine in [it for it in self._conduits if it.process is process]:
             mine.close()
         self._forget(process)
-
-    def _told(self, end: SimulatedConduit, closed: bool) -> None:
-        if not end.process.over:
-            when = max(end.last, self._clockwork.time + self._latency())
-            self._clockwork.at(when, end.process, end.end, closed)
 
     def _forget(self, process: Timeline) -> None:
         for address in [it for it, (owner, _) in self._listeners.items() if owner is process]:
@@ -288,3 +292,4 @@ class SimulatedNetwork:
         """Forget all connections and listeners."""
         self._conduits.clear()
         self._listeners.clear()
+        self._owners.clear()
