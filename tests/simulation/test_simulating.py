@@ -612,6 +612,17 @@ def test_history_frees_tasks_that_a_dead_rank_would_have_started():
     assert len(_task_states) == before
 
 
+def test_loop_of_the_caller_runs_on_after_a_simulation():
+    async def main():
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        simulate(sums)
+        assert asyncio.get_running_loop() is loop
+        assert asyncio.current_task() is task
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+
+
 def test_place_outside_a_simulation_is_refused():
     with pytest.raises(SimulationError, match="no simulation runs"):
         here()

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 import weakref
+from asyncio.events import _set_running_loop
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,6 +14,22 @@ from typing import Any
 from aiocomms.testing.simulation.backend import replace_backend
 from aiocomms.testing.simulation.clockwork import Timeline
 from aiocomms.testing.simulation.refusing import watched
+
+
+@contextmanager
+def outside_the_loop() -> Iterator[None]:
+    """Leave the loop that runs in this thread and its task, and enter both again at the end of the context."""
+    loop = asyncio._get_running_loop()
+    task = None if loop is None else asyncio.current_task(loop)
+    if loop is not None and task is not None:
+        asyncio.tasks._leave_task(loop, task)
+    _set_running_loop(None)
+    try:
+        yield
+    finally:
+        _set_running_loop(loop)
+        if loop is not None and task is not None:
+            asyncio.tasks._enter_task(loop, task)
 
 
 @contextmanager
@@ -75,5 +92,5 @@ def simulated_surroundings(
     :param wall: returns the seconds since 1970.
     """
     replace_backend()
-    with _virtual_time(now, wall), _generators_end(running):
+    with outside_the_loop(), _virtual_time(now, wall), _generators_end(running):
         yield
