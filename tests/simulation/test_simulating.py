@@ -434,6 +434,54 @@ def test_error_of_a_rank_is_raised_with_the_rank():
     assert "the seed of this history is '7'" in notes(caught)
 
 
+def test_exit_of_a_rank_ends_that_rank_alone():
+    async def program():
+        if here().rank == 0:
+            sys.exit(0)
+        await asyncio.sleep(1)
+        return "ran on"
+
+    assert simulate(program).results == [None, "ran on"]
+
+
+def test_exit_in_another_task_cancels_the_program_of_the_rank():
+    ended = []
+
+    async def program():
+        async def leave():
+            sys.exit()
+
+        task = asyncio.create_task(leave())
+        try:
+            await asyncio.sleep(1)
+        finally:
+            ended.append((here().rank, here().world.time < 1, task.done()))
+
+    assert simulate(program).results == [None, None]
+    assert sorted(ended) == [(0, True, True), (1, True, True)]
+
+
+def test_exit_of_a_rank_does_not_hide_the_failure_of_another():
+    async def program():
+        await asyncio.sleep(1 + here().rank)
+        if here().rank == 0:
+            sys.exit(0)
+        raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        explore(program, seeds=1)
+
+
+@pytest.mark.parametrize("status", [3, "no file"])
+def test_exit_with_an_error_status_fails_the_history(status):
+    async def program():
+        sys.exit(status)
+
+    with pytest.raises(SimulationError, match=re.escape(f"rank 0 has called sys.exit({status!r})")) as caught:
+        simulate(program, ranks=1)
+    assert isinstance(caught.value.__cause__, SystemExit)
+
+
 def test_error_of_a_forgotten_task_fails_the_history():
     kept = []
 

@@ -74,8 +74,12 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             if not ready or self._timeline.over:
                 return
             handle = ready.popleft()
-            if not handle.cancelled():
+            if handle.cancelled():
+                continue
+            try:
                 handle._run()
+            except SystemExit as error:  # It would end the simulation, but it ends a real process only.
+                self._timeline.report({"message": "it was called", "exception": error})
         self._timeline.soon(lambda: None)
 
     def enter(self) -> None:

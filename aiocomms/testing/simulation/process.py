@@ -77,6 +77,8 @@ class Process(Timeline):
         self.loop = SimulatedLoop(self)  # type: ignore[abstract]  # The rest is refused.
         self.state: dict[str, Any] = {deadlines.SIMULATED: SimulatedWatchdog(self)}
         self.main: asyncio.Task[Any] | None = None
+        self.exited = False
+        """True if the program has called ``sys.exit``."""
         self.ended = float("inf")
         """The time of the world at which the process has ended; infinity until then."""
 
@@ -108,6 +110,20 @@ class Process(Timeline):
         begun = [generator for ref in self.generators if (generator := ref()) is not None]
         await asyncio.gather(*[generator.aclose() for generator in begun], return_exceptions=True)
         left(self)
+
+    def report(self, context: dict[str, Any]) -> None:
+        """Record an error that cannot be raised to a caller. A ``SystemExit`` ends the program, as it ends a process."""
+        error = context.get("exception")
+        if not isinstance(error, SystemExit):
+            super().report(context)
+        elif not self.exited:
+            self.exited = True
+            if self.main is not None:
+                self.main.cancel()
+            if error.code not in (None, 0):
+                failure = SimulationError(f"the program of {self} has called sys.exit({error.code!r})")
+                failure.__cause__ = error
+                super().report({**context, "exception": failure})
 
     def end(self) -> None:
         """Record that the process has ended."""
@@ -142,7 +158,7 @@ class Process(Timeline):
     @property
     def error(self) -> BaseException | None:
         """The error of the program, or the first error that no call has raised; None if there is no error."""
-        main = self.main
+        main = None if self.exited else self.main
         if main is not None and main.cancelled():
             return SimulationError(f"the program of {self} has cancelled itself")
         if main is not None and main.done() and main.exception() is not None:
@@ -163,8 +179,8 @@ class Process(Timeline):
 
     @property
     def result(self) -> Any:
-        """The result of the program; None if the process has died."""
-        return None if self.dead or self.main is None else self.main.result()
+        """The result of the program; None if the process has died or has called ``sys.exit``."""
+        return None if self.dead or self.exited or self.main is None else self.main.result()
 
     def dispose(self) -> None:
         """End the rest of the process when the history is over. ``finally`` blocks run now, without outside effect."""
