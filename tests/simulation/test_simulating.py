@@ -497,6 +497,39 @@ def test_error_of_a_forgotten_task_fails_the_history():
     assert "nothing has caught it: Task exception was never retrieved, of task 'forgotten one'" in notes(caught)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_error_of_a_failed_task_is_told_if_the_history_fails_otherwise(fails):
+    kept = []
+
+    async def program():
+        async def worker():
+            raise ValueError("the real cause")
+
+        if here().rank == 0:
+            kept.append(asyncio.create_task(worker(), name="worker"))
+        elif fails:
+            await asyncio.sleep(1)
+            raise AssertionError("nothing came")
+        await asyncio.Event().wait()
+
+    with pytest.raises((SimulationError, AssertionError)) as caught:
+        simulate(program)
+    told = "nothing has caught an error of rank 0, ValueError('the real cause'): Task exception was never retrieved, "
+    assert f"{told}of task 'worker'" in caught.value.__notes__
+
+
+def test_error_of_an_exception_handler_fails_the_history():
+    async def program():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, context: 1 / 0)
+        loop.call_soon(lambda: [].pop())
+        await asyncio.sleep(1)
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        simulate(program)
+    assert "nothing has caught it: it was raised by the loop's exception handler" in notes(caught)
+
+
 def test_error_of_a_task_that_is_cancelled_at_the_end_fails_the_history():
     async def program():
         async def stubborn():

@@ -203,10 +203,14 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """See :class:`asyncio.AbstractEventLoop`."""
-        if self._handler is not None:
-            self._handler(self, context)
-        else:
+        if self._handler is None:
             self.default_exception_handler(context)
+            return
+        try:
+            self._handler(self, context)
+        except Exception as error:
+            told = "it was raised by the loop's exception handler"
+            self.default_exception_handler({"message": told, "exception": error})
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
         """Record the error, so that the history fails."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 from anyio._backends._asyncio import _task_states
@@ -112,7 +112,7 @@ class Process(Timeline):
         left(self)
 
     def report(self, context: dict[str, Any]) -> None:
-        """Record an error that cannot be raised to a caller. A ``SystemExit`` ends the program, as it ends a process."""
+        """Record an error that cannot be raised to a caller. A ``SystemExit`` ends the program."""
         error = context.get("exception")
         if not isinstance(error, SystemExit):
             super().report(context)
@@ -168,14 +168,18 @@ class Process(Timeline):
             return context.get("exception") or SimulationError(f"{self}: {context.get('message')}")
         return None
 
-    def note(self, error: BaseException) -> str:
-        """Return the note for an error that no call has raised; empty for any other error."""
+    def notes(self, error: BaseException) -> Iterator[str]:
+        """Yield a note for each error that no call has raised.
+
+        :param error: the error of the history.
+        """
+        if not self.over:
+            self.loop.report_unseen()
         for context in self.unraised:
-            if context.get("exception") is error:
-                task = context.get("task") or context.get("future")
-                named = f", of task {task.get_name()!r}" if isinstance(task, asyncio.Task) else ""
-                return f"nothing has caught it: {context.get('message')}{named}"
-        return ""
+            raised, task = context.get("exception"), context.get("task") or context.get("future")
+            named = f", of task {task.get_name()!r}" if isinstance(task, asyncio.Task) else ""
+            what = "it" if raised is error else f"an error of {self}{'' if raised is None else f', {raised!r}'}"
+            yield f"nothing has caught {what}: {context.get('message')}{named}"
 
     @property
     def result(self) -> Any:

@@ -173,9 +173,10 @@ def _notes(
     trial: SimulatedTrial, world: SimulatedWorld, plan: list[SimulatedFault], seed: str, error: BaseException
 ) -> Iterator[str]:
     failed = world.failed
+    for process in [*([] if failed is None else [failed]), *world.alive()]:
+        world.enter(process)
+        yield from process.notes(error)
     if failed is not None:
-        if uncaught := failed.note(error):
-            yield uncaught
         yield f"it was raised on {failed} of {world.ranks} ranks, after {world.time:.6f} s of the simulation"
     yield f"the seed of this history is {seed!r}, with {trial}"
     for fault in plan:
