@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import gc
 import os
+import queue
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -605,8 +608,28 @@ async def waits_on_the_loop():
     comm.portal().barrier().wait()  # waits_on_the_loop
 
 
+async def handles_a_signal():
+    signal.signal(signal.SIGUSR1, print)  # handles_a_signal
+
+
+async def waits_for_an_event():
+    threading.Event().wait(3600)  # waits_for_an_event
+
+
+async def waits_for_a_queue():
+    queue.Queue().get()  # waits_for_a_queue
+
+
+async def waits_for_a_future():
+    concurrent.futures.Future().result(timeout=3600)  # waits_for_a_future
+
+
 @pytest.mark.parametrize(
-    "program", [starts_a_thread, connects, blocks_the_loop, runs_a_program, sends_a_signal, serves, meets_in_a_file]
+    "program",
+    [
+        *(starts_a_thread, connects, blocks_the_loop, runs_a_program, sends_a_signal, serves, meets_in_a_file),
+        *(handles_a_signal, waits_for_an_event, waits_for_a_queue, waits_for_a_future),
+    ],
 )
 def test_what_cannot_be_simulated_is_refused_with_its_line(program):
     with pytest.raises(SimulationError, match="cannot be simulated") as caught:
@@ -618,6 +641,45 @@ def test_blocking_wait_on_the_loop_is_refused():
     with pytest.raises(Exception, match=r"loop") as caught:
         simulate(waits_on_the_loop)
     assert isinstance(caught.value, (RuntimeError, CommError))
+
+
+def test_blocking_wait_in_a_thread_is_refused():
+    async def program():
+        loop = asyncio.get_running_loop()
+        await asyncio.to_thread(lambda: asyncio.run_coroutine_threadsafe(asyncio.sleep(1), loop).result(3600))
+
+    with pytest.raises(SimulationError, match="a blocking wait cannot be simulated"):
+        simulate(program)
+
+
+def test_calls_that_do_not_block_are_not_refused():
+    async def program():
+        event = threading.Event()
+        polled = event.wait(0), event.wait(timeout=0)
+        event.set()
+        return *polled, event.wait()
+
+    assert simulate(program, ranks=1).results == [(False, False, True)]
+
+
+def test_signal_that_a_rank_ignores_is_not_ignored_outside_the_simulation():
+    async def program():
+        before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        return signal.signal(signal.SIGUSR1, before) is before
+
+    before = signal.signal(signal.SIGUSR1, print)
+    try:
+        assert simulate(program, ranks=1).results == [True]
+        assert signal.getsignal(signal.SIGUSR1) is print
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_waits_and_signal_handlers_are_those_of_python_after_a_simulation():
+    calls = threading.Condition.wait, signal.signal, time.sleep
+    with pytest.raises(SimulationError):
+        simulate(waits_for_an_event)
+    assert (threading.Condition.wait, signal.signal, time.sleep) == calls
 
 
 def test_real_threads_run_after_a_simulation():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import _thread
+import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any, Final
@@ -31,6 +32,8 @@ _EVENTS: Final = {
     "time.sleep": "a sleep that blocks",
 }
 """The refused events of :func:`sys.addaudithook`, and their names in errors."""
+
+_Function = Callable[..., Any]
 
 _here = threading.local()
 """The flag of each thread: ``on`` is True while the thread runs a simulated program."""
@@ -59,33 +62,61 @@ def watched() -> bool:
 
 @contextmanager
 def calls_audited() -> Iterator[None]:
-    """Audit sleeps and thread starts. Python itself audits sleeps since 3.13 and thread starts since 3.12."""
+    """Refuse the calls that Python itself does not audit. The end of the context restores the functions."""
     with ExitStack() as stack:
-        for owner, name, event in _UNHEARD if sys.version_info < (3, 13) else ():
-            stack.enter_context(_heard(owner, name, event))
+        for owner, name, replacement in _UNHEARD:
+            function = getattr(owner, name)
+            setattr(owner, name, replacement(function))
+            stack.callback(setattr, owner, name, function)
         yield
 
 
-_UNHEARD: Final = (
-    (time, "sleep", "time.sleep"),
-    (_thread, "start_new_thread", "_thread.start_new_thread"),
-    (threading, "_start_new_thread", "_thread.start_new_thread"),
+def _heard(event: str) -> Callable[[_Function], _Function]:
+    """Make a replacement for a function, which audits each call of it."""
+
+    def replacement(function: _Function) -> _Function:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            _audit(event, args)
+            return function(*args, **kwargs)
+
+        return call
+
+    return replacement
+
+
+def _wait(function: _Function) -> _Function:
+    def wait(condition: threading.Condition, timeout: float | None = None) -> bool:
+        if watched() and (timeout is None or timeout > 0):
+            raise refuse("a blocking wait")
+        notified: bool = function(condition, timeout)
+        return notified
+
+    return wait
+
+
+def _signal(function: _Function) -> _Function:
+    def call(number: int, handler: Any) -> Any:
+        if not watched():
+            return function(number, handler)
+        before = signal.getsignal(number)
+        if callable(handler) and handler != before:
+            raise refuse("a signal handler")
+        return before  # No signal reaches a simulated rank, so none needs to be ignored.
+
+    return call
+
+
+_UNHEARD_BEFORE_3_13: Final = (
+    (time, "sleep", _heard("time.sleep")),
+    (_thread, "start_new_thread", _heard("_thread.start_new_thread")),
+    (threading, "_start_new_thread", _heard("_thread.start_new_thread")),
 )
-
-
-@contextmanager
-def _heard(owner: Any, name: str, event: str) -> Iterator[None]:
-    function = getattr(owner, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        _audit(event, args)
-        return function(*args, **kwargs)
-
-    setattr(owner, name, call)
-    try:
-        yield
-    finally:
-        setattr(owner, name, function)
+_UNHEARD: Final[tuple[tuple[Any, str, Callable[[_Function], _Function]], ...]] = (
+    (signal, "signal", _signal),
+    (threading.Condition, "wait", _wait),  # The waits of events, queues, semaphores and futures call it.
+    *(_UNHEARD_BEFORE_3_13 if sys.version_info < (3, 13) else ()),
+)
+"""The replacements for functions that Python does not audit."""
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
