@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import calendar
 import concurrent.futures
 import gc
 import os
@@ -115,6 +116,48 @@ def test_virtual_time_passes_without_real_time():
     history = simulate(program)
     assert history.results == [pytest.approx(3600, rel=1e-3)] * 2
     assert history.seconds == pytest.approx(3600, rel=1e-3)
+
+
+READS = {
+    "time": lambda: time.time(),
+    "time_ns": lambda: time.time_ns() / 1e9,
+    "clock_gettime": lambda: time.clock_gettime(time.CLOCK_REALTIME),
+    "clock_gettime_ns": lambda: time.clock_gettime_ns(time.CLOCK_MONOTONIC) / 1e9,
+    "localtime": lambda: time.mktime(time.localtime()),
+    "gmtime": lambda: calendar.timegm(time.gmtime()),
+    "ctime": lambda: time.mktime(time.strptime(time.ctime())),
+    "asctime": lambda: time.mktime(time.strptime(time.asctime())),
+    "strftime": lambda: time.mktime(time.strptime(time.strftime("%Y-%m-%d %H:%M:%S"), "%Y-%m-%d %H:%M:%S")),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_module_time_reads_virtual_time(name):
+    async def program():
+        begins = READS[name]()
+        await asyncio.sleep(3600)
+        return READS[name]() - begins
+
+    before = getattr(time, name)
+    assert simulate(program, ranks=1).results == [pytest.approx(3600, abs=1.5)]
+    assert getattr(time, name) is before
+
+
+def test_time_of_the_processor_is_real():
+    async def program():
+        begins = time.clock_gettime(time.CLOCK_PROCESS_CPUTIME_ID)
+        await asyncio.sleep(3600)
+        return time.clock_gettime(time.CLOCK_PROCESS_CPUTIME_ID) - begins
+
+    assert 0 < simulate(program, ranks=1).results[0] < HANGS
+
+
+def test_times_that_a_program_names_are_converted_as_ever():
+    async def program():
+        return time.gmtime(0), time.localtime(0), time.ctime(0), time.strftime("%Y", time.gmtime(0))
+
+    expected = time.gmtime(0), time.localtime(0), time.ctime(0), "1970"
+    assert simulate(program, ranks=1).results == [expected]
 
 
 def test_clocks_of_ranks_differ():

@@ -78,7 +78,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
                 continue
             try:
                 handle._run()
-            except SystemExit as error:  # It would end the simulation, but it ends a real process only.
+            except SystemExit as error:  # Uncaught, the exit would end the simulation too.
                 self._timeline.report({"message": "it was called", "exception": error})
         self._timeline.soon(lambda: None)
 

@@ -9,6 +9,7 @@ import weakref
 from asyncio.events import _set_running_loop
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from aiocomms.testing.simulation.backend import replace_backend
@@ -63,21 +64,43 @@ def _generators_end(running: Callable[[], Timeline | None]) -> Iterator[None]:
         sys.set_asyncgen_hooks(*before)
 
 
+def _functions_of_time(real: Any, now: Callable[[], float], wall: Callable[[], float]) -> dict[str, Callable[..., Any]]:
+    """Return the functions of the module ``time`` that read a clock, by name, in virtual time.
+
+    Clocks of the processor's time are not replaced.
+
+    :param real: the real functions, as attributes.
+    """
+    clocks = {getattr(real, f"CLOCK_{name}", None): now for name in ("MONOTONIC", "MONOTONIC_RAW", "BOOTTIME")}
+    clocks[real.CLOCK_REALTIME] = wall
+    read: dict[str, Callable[..., float]] = {
+        "clock_gettime": lambda clock: clocks[clock]() if clock in clocks else real.clock_gettime(clock),
+        "monotonic": now,
+        "perf_counter": now,
+        "time": wall,
+    }
+    return {
+        **read,
+        **{f"{name}_ns": lambda *given, read=call: int(read(*given) * 1e9) for name, call in read.items()},
+        "asctime": lambda given=None: real.asctime(real.localtime(wall()) if given is None else given),
+        "ctime": lambda seconds=None: real.ctime(wall() if seconds is None else seconds),
+        "gmtime": lambda seconds=None: real.gmtime(wall() if seconds is None else seconds),
+        "localtime": lambda seconds=None: real.localtime(wall() if seconds is None else seconds),
+        "strftime": lambda form, given=None: real.strftime(form, real.localtime(wall()) if given is None else given),
+    }
+
+
 @contextmanager
 def _virtual_time(now: Callable[[], float], wall: Callable[[], float]) -> Iterator[None]:
     """Make the module ``time`` return virtual time to simulated programs, and real time to other threads."""
-    before = {name: getattr(time, name) for name in ("monotonic", "perf_counter", "time")}
 
-    def replace(name: str, real: Callable[[], float], virtual: Callable[[], float]) -> None:
-        real_ns = getattr(time, f"{name}_ns")
-        setattr(time, name, lambda: virtual() if watched() else real())
-        setattr(time, f"{name}_ns", lambda: int(virtual() * 1e9) if watched() else real_ns())
-        undo.callback(setattr, time, name, real)
-        undo.callback(setattr, time, f"{name}_ns", real_ns)
+    def replace(name: str, function: Callable[..., Any], virtual: Callable[..., Any]) -> None:
+        setattr(time, name, lambda *given: virtual(*given) if watched() else function(*given))
+        undo.callback(setattr, time, name, function)
 
     with ExitStack() as undo:
-        for name, real in before.items():
-            replace(name, real, wall if name == "time" else now)
+        for name, virtual in _functions_of_time(SimpleNamespace(**vars(time)), now, wall).items():
+            replace(name, getattr(time, name), virtual)
         yield
 
 
