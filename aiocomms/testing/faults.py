@@ -19,6 +19,7 @@ from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import ArgumentError, ArgumentTypeError
 from aiocomms.lowering.schedules import SCHEDULES
 from aiocomms.testing.injecting import STREAM, Differs, Fault, Injected, Injection, Kind, link_of
+from aiocomms.testing.together import communicators
 
 __all__ = ["Fault", "Injected", "delay", "drop", "inject", "kill", "mismatch", "slow_link"]
 
@@ -45,7 +46,7 @@ def inject(world: Communicator | Sequence[Communicator], *faults: Fault, seed: i
     :returns: the faults that were injected so far, in the order of injection.
     :raises ArgumentError: an argument is wrong, or a fault names a rank that a communicator does not have.
     """
-    comms = [world] if isinstance(world, Communicator) else list(world)
+    comms = communicators([world] if isinstance(world, Communicator) else world)
     seed = as_int(seed)
     _check(comms, faults, seed)
     log: list[Injected] = []
@@ -196,9 +197,6 @@ def _named(op: str, able: frozenset[str], kind: Kind, differs: Differs) -> froze
 
 
 def _check(comms: Sequence[Communicator], faults: Sequence[Fault], seed: int) -> None:
-    for i, comm in enumerate(comms):
-        if not isinstance(comm, Communicator):
-            raise arguments.wrong_type(f"world[{i}]", comm, "a Communicator")
     if type(seed) is not int:
         raise arguments.wrong_type("seed", seed, "an int")
     if not comms or not faults:

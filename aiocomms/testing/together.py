@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import anyio
 
+from aiocomms import arguments
 from aiocomms.bootstrap import directory
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.core.lifecycle import LOST
@@ -26,8 +27,9 @@ async def run_ranks(world: Sequence[Communicator], fn: Callable[[Communicator], 
     :param world: the communicators, one for each rank.
     :param fn: an async function.
     :returns: the results of ``fn``, in the order of ``world``.
-    :raises ArgumentTypeError: ``fn`` returns no awaitable.
+    :raises ArgumentTypeError: ``world`` has other items than communicators, or ``fn`` returns no awaitable.
     """
+    world = communicators(world)
     results: list[Any] = [None] * len(world)
     failures: list[tuple[Communicator, BaseException]] = []
 
@@ -47,6 +49,20 @@ async def run_ranks(world: Sequence[Communicator], fn: Callable[[Communicator], 
     if failures:
         raise _noted(failures)
     return results
+
+
+def communicators(world: object) -> list[Communicator]:
+    """Return the communicators of a world as a list.
+
+    :raises ArgumentTypeError: ``world`` is not iterable, or has other items than communicators.
+    """
+    if not isinstance(world, Iterable):
+        raise arguments.wrong_type("world", world, "a list of communicators")
+    comms = list(world)
+    for i, comm in enumerate(comms):
+        if not isinstance(comm, Communicator):
+            raise arguments.wrong_type(f"world[{i}]", comm, "a Communicator")
+    return comms
 
 
 def _awaitable(given: Awaitable[T]) -> Awaitable[T]:

@@ -441,6 +441,30 @@ def test_shrinking_halves_durations():
     assert 1.9 < float(told[0]) < 4
 
 
+def test_shrinking_keeps_the_type_of_the_error():
+    class OtherError(RuntimeError):
+        """The error of a shorter pause."""
+
+    async def program():
+        world = here().world
+        begins = world.time
+        await asyncio.sleep(0.01)
+        late = world.time - begins - 0.01
+        if late > 0.005:
+            raise RuntimeError("data lost") if late > 0.5 else OtherError("late")
+
+    faults, shrunk = Faults(pauses=1, within=0.01), 0
+    for seed in range(20):
+        try:
+            simulate(program, seed=seed, faults=faults)
+        except RuntimeError as error:
+            if type(error) is RuntimeError:
+                with pytest.raises(RuntimeError, match="data lost") as caught:
+                    explore(program, seeds=[seed], faults=faults)
+                shrunk += "~" in notes(caught)
+    assert shrunk
+
+
 def test_seed_of_a_shrunk_history_repeats_it():
     with pytest.raises(AssertionError) as caught:
         explore(breaks_by_long_pauses, faults=Faults(pauses=2, within=0.01))
@@ -741,6 +765,9 @@ WRONG = {
     "seed is 1.5, wanted an int, or a text such as '7/0,2'": {"seed": 1.5},
     "seed names fault 0, wanted numbers below 0, as many faults there are: pass the same faults= as the history that "
     "has failed": {"seed": "7/0"},
+    "seed is '0/0~99999', wanted an int, or a text such as '7/0,2'": {"seed": "0/0~99999"},
+    "seed is '0/0~-1', wanted an int, or a text such as '7/0,2'": {"seed": "0/0~-1"},
+    "latency is (inf, inf), wanted the least and the most seconds, above 0": {"latency": (float("inf"),) * 2},
     "latency is (2, 1), wanted the least and the most seconds, above 0": {"latency": (2, 1)},
     "latency is (0, 1), wanted the least and the most seconds, above 0": {"latency": (0, 1)},
     "latency is 1, wanted the least and the most seconds, above 0": {"latency": 1},
@@ -757,7 +784,9 @@ def test_wrong_argument_is_refused_by_name(message):
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("given", [{"deaths": -1}, {"cuts": 1.5}, {"restarts": 1}, {"within": 0}, {"within": "1"}])
+@pytest.mark.parametrize(
+    "given", [{"deaths": -1}, {"cuts": 1.5}, {"restarts": 1}, {"within": 0}, {"within": "1"}, {"within": float("inf")}]
+)
 def test_wrong_number_of_faults_is_refused_by_name(given):
     with pytest.raises(ArgumentError, match=rf"^{next(iter(given))} is .*, wanted "):
         Faults(**given)
@@ -766,6 +795,12 @@ def test_wrong_number_of_faults_is_refused_by_name(given):
 @pytest.mark.parametrize("seeds", [0, "7", True, 2.5])
 def test_wrong_seeds_are_refused_by_name(seeds):
     with pytest.raises(ArgumentError, match=r"^seeds is .*, wanted how many"):
+        explore(sums, seeds=seeds)
+
+
+@pytest.mark.parametrize("seeds", [[], iter(())])
+def test_seeds_without_a_seed_are_refused(seeds):
+    with pytest.raises(ArgumentError, match=r"^seeds has no seed, wanted at least one"):
         explore(sums, seeds=seeds)
 
 

@@ -415,6 +415,8 @@ def test_inject_with_wrong_ranks_or_types_is_refused(run):
                 (comms, [kill(ranks=[0, 2])], r"ranks of a kill has \[2\], wanted ranks of 'world', from 0 to 1"),
                 (comms, [], "wanted at least one communicator and one fault"),
                 ([], [kill()], "wanted at least one communicator and one fault"),
+                (3, [kill()], r"world is 3 \(int\), wanted a list of communicators"),
+                ([3], [kill()], r"world\[0\] is 3 \(int\), wanted a Communicator"),
             ]:
                 with pytest.raises(ArgumentError, match=wrong), inject(world, *faults):
                     raise AssertionError("it began")

@@ -268,6 +268,19 @@ def test_run_ranks_names_the_rank_of_a_pytest_failure(run):
     run(main)
 
 
+def test_run_ranks_refuses_what_is_not_a_list_of_communicators(run):
+    async def main():
+        async with local_world(1) as comms:
+            with pytest.raises(
+                ArgumentTypeError, match=r"world is .* \(Communicator\), wanted a list of communicators"
+            ):
+                await run_ranks(comms[0], lambda comm: comm.barrier())
+            with pytest.raises(ArgumentTypeError, match=r"world\[1\] is 2 \(int\), wanted a Communicator"):
+                await run_ranks([comms[0], 2], lambda comm: comm.barrier())
+
+    run(main)
+
+
 def test_run_ranks_refuses_a_function_that_is_not_async(run):
     async def main():
         async with local_world(2) as comms:

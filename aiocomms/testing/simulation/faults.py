@@ -63,7 +63,7 @@ class Faults:
                 raise ArgumentError(f"{field.name} is {value!r}, wanted a number of faults")
         if type(self.restarts) is not bool:
             raise ArgumentError(f"restarts is {self.restarts!r}, wanted True or False")
-        if self.within is not None and not (type(self.within) in (int, float) and self.within > 0):
+        if self.within is not None and not (type(self.within) in (int, float) and 0 < self.within < float("inf")):
             raise ArgumentError(f"within is {self.within!r}, wanted seconds above 0, or None")
 
     def __repr__(self) -> str:

@@ -38,7 +38,10 @@ def read_seed(seed: int | str) -> tuple[int, dict[int, int] | None]:
         if not isinstance(seed, str) and type(as_int(seed)) is not int:
             raise ValueError
         pairs = [one.partition("~") for one in rest.split(",") if one]
-        return int(head), {int(number): int(times or 0) for number, _, times in pairs} if slash else None
+        chosen = {int(number): int(times or 0) for number, _, times in pairs}
+        if not all(0 <= times <= _HALVINGS for times in chosen.values()):
+            raise ValueError
+        return int(head), chosen if slash else None
     except ValueError:
         raise ArgumentError(f"seed is {seed!r}, wanted an int, or a text such as '7/0,2'") from None
 
@@ -64,13 +67,18 @@ def read_seeds(seeds: int | Iterable[int]) -> Iterable[int]:
 
 
 def search(trial: SimulatedTrial, seeds: Iterable[int]) -> tuple[int, FailedHistory | None]:
-    """Run histories until one fails. Return the number of passed histories, and the failed history, shrunk, or None."""
+    """Run histories until one fails. Return the number of passed histories, and the failed history, shrunk, or None.
+
+    :raises ArgumentError: there is no seed.
+    """
     count = 0
     for seed in seeds:
         number, chosen = read_seed(seed)
         if (failure := attempt(trial, number, chosen)) is not None:
             return count, failure
         count += 1
+    if not count:
+        raise ArgumentError("seeds has no seed, wanted at least one: an iterator yields its seeds only once")
     return count, None
 
 
@@ -105,12 +113,10 @@ def _shrunk(trial: SimulatedTrial, seed: int, plan: list[SimulatedFault], failur
         fewer, text = kept(plan, chosen), write_seed(seed, chosen)
         try:
             trial.run(seed, fewer, text)
-        except type(failure.error) as error:
-            return FailedHistory(text, fewer, error)
         except _FOR_CALLER:
             raise
-        except BaseException:
-            return None
+        except BaseException as error:
+            return FailedHistory(text, fewer, error) if type(error) is type(failure.error) else None
         return None
 
     chosen = dict.fromkeys(range(len(plan)), 0)

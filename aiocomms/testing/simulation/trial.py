@@ -137,7 +137,7 @@ def _is_seconds(value: object) -> bool:
 
 def _is_latency(value: object) -> bool:
     pair = isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_is_seconds, value))
-    return pair and value[0] <= value[1]  # type: ignore[index]
+    return pair and value[0] <= value[1] < float("inf")  # type: ignore[index]
 
 
 @contextmanager
