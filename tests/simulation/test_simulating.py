@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import calendar
 import concurrent.futures
+import contextvars
 import gc
 import os
 import queue
@@ -260,6 +261,122 @@ def test_dead_rank_runs_no_finally():
     assert simulate(program).results == [None, None]
     assert (0, True) in ran
     assert (1, True) not in ran[: ran.index((0, True))]
+
+
+async def _in_its_task(kill):
+    kill()
+
+
+async def _in_a_callback(kill):
+    asyncio.get_running_loop().call_soon(kill)
+    await asyncio.sleep(1)
+
+
+async def _in_a_thread(kill):
+    await asyncio.to_thread(kill)
+
+
+@pytest.mark.parametrize("kills_itself", [_in_its_task, _in_a_callback, _in_a_thread])
+def test_rank_that_kills_itself_runs_no_further_code_in_the_history(kills_itself):
+    ran = []
+
+    def kill():
+        here().world.kill(1)
+        ran.append("code after the kill")
+
+    async def program():
+        if here().rank == 0:
+            await asyncio.sleep(1)
+            ran.append("the other rank")
+            return
+        try:
+            await kills_itself(kill)
+        finally:
+            ran.append("finally")
+
+    assert simulate(program).results == [None, None]
+    assert ran == ["the other rank", "finally"]
+
+
+@pytest.mark.parametrize("killer", [0, 1])
+def test_finally_block_of_a_dead_rank_may_start_tasks(killer):
+    async def program():
+        await asyncio.sleep(here().rank == killer)
+        try:
+            if here().rank == killer:
+                here().world.kill(1)
+            await asyncio.sleep(5)
+        finally:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(asyncio.sleep, 1)
+
+    assert simulate(program).results == [None, None]
+    gc.collect()  # A coroutine that was never awaited would give a warning.
+
+
+def test_rank_that_kills_itself_does_not_catch_the_error_of_another():
+    caught = []
+
+    async def program():
+        await asyncio.sleep(here().rank)
+        if here().rank == 1:
+            raise ValueError("wrong")
+        try:
+            here().world.kill(0)
+        except Exception as error:
+            caught.append(error)
+
+    with pytest.raises(ValueError, match="wrong"):
+        simulate(program)
+    assert caught == []
+
+
+def test_ranks_after_the_kill_of_a_rank_by_itself_have_states_of_their_own():
+    variable = contextvars.ContextVar("variable", default="")
+
+    async def program():
+        if here().rank == 0 and not here().restarts:
+            variable.set("of the dead rank")
+            with torch.inference_mode():
+                here().world.kill(0, 1.0)
+        await asyncio.sleep(2)
+        task = asyncio.current_task()
+        return variable.get(), torch.is_inference_mode_enabled(), torch.is_grad_enabled(), task.get_name()
+
+    assert simulate(program).results == [("", False, True, "main")] * 2
+
+
+def test_fault_of_the_seed_kills_a_rank_whose_code_ran_last():
+    async def program():
+        await asyncio.sleep(1)
+        here().world.at(2.0, None, here().world.kill, 0)
+        await asyncio.sleep(5)
+        return "ended"
+
+    assert simulate(program, ranks=1).results == [None]
+
+
+@pytest.mark.parametrize(
+    ("fault", "given", "wrong"),
+    [
+        ("kill", (2,), "rank is 2, wanted a rank from 0 to 1"),
+        ("kill", (0, -1), "restart is -1, wanted seconds"),
+        ("pause", (True, 1), "rank is True, wanted a rank from 0 to 1"),
+        ("pause", (0, -5.0), "seconds is -5.0, wanted seconds"),
+        ("slow", (-1, 1), "rank is -1, wanted a rank from 0 to 1"),
+        ("slow", (0, "x"), "seconds is 'x'"),
+        ("cut", (0, 5), "other is 5, wanted a rank from 0 to 1"),
+        ("cut", (1, 1), "one and other are 1, wanted two ranks"),
+        ("part", (9, 0, 1), "source is 9, wanted a rank from 0 to 1"),
+        ("part", (0, 1, float("inf")), "seconds is inf, wanted seconds"),
+    ],
+)
+def test_fault_with_wrong_arguments_is_refused_by_name(fault, given, wrong):
+    async def program():
+        with pytest.raises(ArgumentError, match=f"^{re.escape(wrong)}"):
+            getattr(here().world, fault)(*given)
+
+    simulate(program)
 
 
 def test_death_is_an_error_of_the_others():

@@ -62,7 +62,6 @@ class SimulatedRank(Rank):
     async def die(self) -> None:
         """End without a word; the coroutine goes no further."""
         self._die(here().world)
-        await asyncio.get_running_loop().create_future()
 
     def die_later(self, seconds: float) -> None:
         """Die after some seconds, wherever the program is by then."""
@@ -71,9 +70,9 @@ class SimulatedRank(Rank):
 
     def _die(self, world: Any) -> None:
         (self.folder / "died").write_text(str(world.time))
-        world.kill(self.rank)
         if self._serves:
             world.lose_store()
+        world.kill(self.rank)
 
     def launch(self, port: int) -> None:
         """See :meth:`Rank.launch`. The world is the launcher, and rank 0 takes its store along when it dies."""

@@ -86,11 +86,13 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         """Make this loop the running loop of this thread."""
         _set_running_loop(self)
 
-    def tasks(self) -> Iterator[SimulatedTask]:
-        """Yield the tasks that have not ended, in the order in which they were created; also those made meanwhile."""
-        for made in self._made:
-            if (task := made()) is not None and not task.done():
-                yield task
+    def tasks(self) -> list[SimulatedTask]:
+        """Return the tasks that have not ended, in the order in which they were created."""
+        return list(self.each_task())
+
+    def each_task(self) -> Iterator[SimulatedTask]:
+        """Yield the tasks that have not ended, and then the tasks that are created meanwhile."""
+        return (task for made in self._made if (task := made()) is not None and not task.done())
 
     def report_unseen(self) -> None:
         """Report the errors that no code has retrieved from their tasks.

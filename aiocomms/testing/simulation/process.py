@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
@@ -139,7 +138,7 @@ class Process(Timeline):
 
         The library's tasks appear only if no other task waits.
         """
-        tasks = [*self.loop.tasks()]
+        tasks = self.loop.tasks()
         own = [task for task in tasks if in_program(task.get_coro())]
         words = [f"task {task.get_name()!r} waits at {waits_at(task.get_coro())}" for task in own or tasks]
         return f"{self}: {'; '.join(words) or 'no task of it waits'}"
@@ -186,14 +185,18 @@ class Process(Timeline):
         """The result of the program; None if the process has died or has called ``sys.exit``."""
         return None if self.dead or self.exited or self.main is None else self.main.result()
 
-    def dispose(self) -> None:
-        """End the rest of the process when the history is over. ``finally`` blocks run now, without outside effect."""
-        self.over = True
+    def disown(self) -> None:
+        """Take the communicators from the program, so that its ``finally`` blocks have no outside effect."""
         kill_all(self)
         for comms in self.state.get("communicators", {}).values():
             for comm in list(comms):
                 comm._disown()
-        for task in self.loop.tasks():
+
+    def dispose(self) -> None:
+        """End the rest of the process when the history is over. ``finally`` blocks run now, without outside effect."""
+        self.over = True
+        self.disown()
+        for task in self.loop.each_task():
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             # The ``finally`` blocks must run in their task: anyio leaves a scope only in the task that entered it.
             asyncio.tasks._enter_task(self.loop, task)
@@ -208,12 +211,6 @@ def _end(coroutine: Any) -> None:
 
     ``close`` would leave ``finally`` blocks that wait as they are, and the garbage collector would report them.
     """
-    frame = getattr(coroutine, "cr_frame", None)
-    if frame is not None and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-        # anyio's coroutine of a task would await the program's coroutine, and Python reports one that nothing awaits.
-        for given in frame.f_locals.values():
-            if inspect.iscoroutine(inner := getattr(given, "_coro", given)):
-                inner.close()
     for _ in range(_MOST_WAITS):
         try:
             coroutine.throw(Killed())

@@ -225,6 +225,13 @@ async def run_in_thread(timeline: Timeline, call: Callable[[], _T]) -> _T:
     return found
 
 
+def stay_in_thread() -> None:
+    """Keep the calling simulated thread where it is until :func:`kill_all`. On a loop's thread, return at once."""
+    thread: SimulatedThread | None = getattr(_here, "thread", None)
+    if thread is not None:
+        thread.park()
+
+
 def kill_all(timeline: Timeline) -> None:
     """End the threads of a process where they wait."""
     for thread in [thread for thread in _alive if thread.timeline is timeline]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
+import warnings
 from asyncio.events import _set_running_loop
-from collections.abc import Awaitable, Callable
-from typing import Any, Final, cast
+from collections.abc import Awaitable, Callable, Iterator
+from contextvars import copy_context
+from typing import Any, Final, NoReturn, cast
 
+import torch
 from torch.distributed import HashStore, Store
 
+from aiocomms import arguments
+from aiocomms.arguments import as_int
 from aiocomms.bootstrap.casualties import at_the_bottom
-from aiocomms.errors import SimulationError
+from aiocomms.errors import ArgumentError, SimulationError
 from aiocomms.lowlevel.jobstore import JobStore
 from aiocomms.lowlevel.lines import Wires
 from aiocomms.testing.simulation.clockwork import Clockwork
@@ -19,7 +25,8 @@ from aiocomms.testing.simulation.network import SimulatedNetwork
 from aiocomms.testing.simulation.process import Process
 from aiocomms.testing.simulation.refusing import refuse
 from aiocomms.testing.simulation.store import SimulatedStore, StoreService
-from aiocomms.testing.simulation.threads import SimulatedEvent, run_in_thread, started
+from aiocomms.testing.simulation.surroundings import outside_the_loop
+from aiocomms.testing.simulation.threads import Killed, SimulatedEvent, run_in_thread, started, stay_in_thread
 from aiocomms.testing.simulation.wires import SimulatedWires
 
 JOB: Final = "job"
@@ -30,6 +37,19 @@ _STILL: Final = 60.0
 """Seconds after which ranks that only check whether the others live are stuck. No silence lasts as long."""
 _START: Final = 1e-3
 """Seconds within which all processes start."""
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide logs and warnings: coroutines that end with a history may log anything, and some have never begun."""
+    before = logging.root.manager.disable
+    logging.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 class SimulatedWorld(Clockwork):
@@ -57,6 +77,10 @@ class SimulatedWorld(Clockwork):
         self.failed: Process | None = None
         """The first process that has ended with an error."""
         self._program: Callable[[], Awaitable[Any]] | None = None
+        self._longest = float("inf")
+        self._context = copy_context()
+        self._broken: BaseException | None = None
+        """The error that has ended the history while the code of a dead process was below it on the stack."""
         self._happened = 0.0
         """The time of the last call that did more than check whether other ranks live."""
 
@@ -76,31 +100,37 @@ class SimulatedWorld(Clockwork):
         :param longest: the virtual seconds that the history may take.
         :raises SimulationError: a rank has not ended within ``longest``, or all ranks wait and nothing can happen.
         """
-        self._program = program
+        self._program, self._longest = program, longest
         for rank in range(self.ranks):
             self.start(rank, _START * self.random.random())
-        while self._living:
+        self._run_on()
+
+    def _run_on(self) -> None:
+        """Make all later calls of the history."""
+        while self._living and self.failed is None:
             coming = self.next_time
             if coming == float("inf") or (self.time - self._happened > _STILL and self._stands_still()):
                 raise SimulationError(f"all ranks wait, and nothing will happen any more:\n{self._waiting()}")
-            if coming > longest:
-                raise SimulationError(f"the history takes longer than {longest:g} s:\n{self._waiting()}")
+            if coming > self._longest:
+                raise SimulationError(f"the history takes longer than {self._longest:g} s:\n{self._waiting()}")
             self.step()
-            if self.failed is not None:
-                return
+            if self._broken is not None:
+                error, self._broken = self._broken, None
+                raise error
 
     def step(self) -> None:
         """Make the next call, and run the call's process until it waits."""
         coming = self.next()
         if coming is None:
             return
-        if coming.timeline is None:
+        process = cast(Process | None, coming.timeline)
+        self.enter(process)
+        if process is None:
             coming.call(*coming.args)
             return
-        process = cast(Process, coming.timeline)
-        self.enter(process)
         self.only_looks = False
-        coming.call(*coming.args)
+        with contextlib.suppress(Killed):  # The process may kill itself.
+            coming.call(*coming.args)
         process.loop.turn()
         if not self.only_looks:
             self._happened = self.time
@@ -148,36 +178,76 @@ class SimulatedWorld(Clockwork):
 
         :param restart: the seconds until the rank restarts; None: it does not restart.
         """
+        self._check_ranks(rank=rank)
+        after = None if restart is None else arguments.seconds("restart", restart)
         if (process := self.living(rank)) is not None:
             process.dead = True
             process.end()
             self._living -= 1
             self.note(process, "dies")
             self.network.die(process)
-            if restart is not None:
-                self.start(rank, restart)
+            if after is not None:
+                self.start(rank, after)
+            if process is self.current:
+                self._stay(process)
+
+    def _stay(self, process: Process) -> NoReturn:
+        """Keep the running code of a dead process where it is, and end it when the history is over.
+
+        The code is on the stack, so the rest of the history runs on top of it. Python's recursion limit allows about
+        80 such kills in one history.
+
+        :raises Killed: the history is over.
+        """
+        stay_in_thread()
+        with outside_the_loop(), torch.inference_mode(False):
+            try:
+                self._context.copy().run(self._run_on)
+            except BaseException as error:  # The dead process must not handle it.
+                self._broken = error
+            self.enter(process)
+            process.disown()
+        raise Killed
 
     def pause(self, rank: int, seconds: float) -> None:
         """Stop a rank for some seconds, as SIGSTOP does."""
+        self._check_ranks(rank=rank)
+        seconds = arguments.seconds("seconds", seconds)
         if (process := self.living(rank)) is not None:
             self.note(process, "stands still")
             process.paused_until = max(process.paused_until, self.time + seconds)
 
     def slow(self, rank: int, seconds: float) -> None:
-        """Delay each later event of a rank by up to ``seconds``."""
+        """Delay each later event of a rank by up to ``seconds``; 0: do not delay later events."""
+        self._check_ranks(rank=rank)
+        seconds = arguments.seconds("seconds", seconds) if seconds else 0.0
         if (process := self.living(rank)) is not None:
             self.note(process, "is slow")
             process.slowness = seconds
 
     def part(self, source: int, target: int, seconds: float) -> None:
         """Stop all traffic from one rank to another for some seconds."""
+        self._check_ranks(source=source, target=target)
+        seconds = arguments.seconds("seconds", seconds)
         self.note(f"rank {source}", f"does not reach rank {target}")
         self.network.part(source, target, seconds)
 
     def cut(self, one: int, other: int) -> None:
         """Cut the connections of two ranks: frames on their way are lost, and both ranks notice."""
+        self._check_ranks(one=one, other=other)
         self.note(f"rank {one}", f"loses its connections with rank {other}")
         self.network.cut_between(one, other)
+
+    def _check_ranks(self, **ranks: int) -> None:
+        """Check that the ranks exist, and that they differ.
+
+        :raises ArgumentError: a rank is wrong.
+        """
+        for name, rank in ranks.items():
+            if type(as_int(rank)) is not int or not 0 <= rank < self.ranks:
+                raise ArgumentError(f"{name} is {rank!r}, wanted a rank from 0 to {self.ranks - 1}")
+        if len(set(ranks.values())) < len(ranks):
+            raise ArgumentError(f"{' and '.join(ranks)} are {rank}, wanted two ranks")
 
     def lose_store(self) -> None:
         """Kill the launcher's store permanently."""
@@ -193,14 +263,11 @@ class SimulatedWorld(Clockwork):
 
     def end(self) -> None:
         """End the rest of the history without any effect outside it."""
-        before = logging.root.manager.disable
-        if any(next(process.loop.tasks(), None) for process in self.processes):
-            logging.disable()  # Coroutines that end in this way may log anything.
-        for process in self.processes:
-            self.enter(process)
-            process.dispose()
-        if logging.root.manager.disable != before:
-            logging.disable(before)
+        any_task = any(process.loop.tasks() for process in self.processes)
+        with _quiet() if any_task else contextlib.nullcontext():
+            for process in self.processes:
+                self.enter(process)
+                process.dispose()
         self.clear()
         self.enter(None)
         self.network.clear()
