@@ -101,11 +101,24 @@ def mapping(name: str, value: object) -> None:
 
 def label(value: str) -> str:
     """Check that a value can be a communicator's name: a ``str`` of 1 to 200 characters."""
-    if not isinstance(value, str):
-        raise wrong_type("name", value, "a str")
+    in_utf8("name", value)
     if not value or len(value) > 200:
         raise ArgumentError(f"name has {len(value)} characters, wanted 1 to 200")
     return value
+
+
+def in_utf8(name: str, value: str) -> bytes:
+    """Check a text, and return it in UTF-8.
+
+    :raises ArgumentTypeError: the value is no ``str``.
+    :raises ArgumentError: UTF-8 has no form for the value, because it holds half of a surrogate pair.
+    """
+    if not isinstance(value, str):
+        raise wrong_type(name, value, "a str")
+    try:
+        return value.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"{name} is {short(value)}, wanted a str that UTF-8 can encode: {error.reason}") from None
 
 
 def deadline(name: str, value: Timeout) -> float:

@@ -44,9 +44,7 @@ def check(capacity: int, name: str, capacity_bytes: int | None) -> None:
     _check_count("capacity", capacity, MAX_CAPACITY, "messages")
     if capacity_bytes is not None:
         _check_count("capacity_bytes", capacity_bytes, MAX_BYTES, "bytes")
-    if not isinstance(name, str):
-        raise arguments.wrong_type("name", name, "a str")
-    if len(name.encode()) > MAX_NAME:
+    if len(arguments.in_utf8("name", name)) > MAX_NAME:
         raise ArgumentError(f"name is {arguments.short(name)}, wanted a str of at most {MAX_NAME} bytes of UTF-8")
 
 

@@ -112,6 +112,7 @@ def test_one_error_lists_every_wrong_argument_of_rank_size_and_store(place, comp
         ({"name": ""}, ArgumentError, "name has 0 characters, wanted 1 to 200"),
         ({"name": "x" * 201}, ArgumentError, "name has 201 characters"),
         ({"name": 3}, ArgumentTypeError, r"name is 3 \(int\), wanted a str"),
+        ({"name": "\ud800"}, ArgumentError, r"name is '\\ud800', wanted a str that UTF-8 can encode"),
         ({"timeout": 0}, ArgumentError, "timeout is 0, wanted seconds"),
         ({"timeout": "1"}, ArgumentTypeError, "timeout is '1' .*wanted seconds"),
         ({"hints": 3}, ArgumentTypeError, r"hints is 3 \(int\), wanted a mapping"),

@@ -370,6 +370,7 @@ def test_wrong_arguments_of_open_stream_send_nothing():
                 ({"peer": 1, "capacity": 0}, ArgumentError, "capacity"),
                 ({"peer": 1, "capacity": True}, ArgumentTypeError, "capacity"),
                 ({"peer": 1, "name": "n" * 101}, ArgumentError, "name"),
+                ({"peer": 1, "name": "\ud800"}, ArgumentError, "name is .*wanted a str that UTF-8 can encode"),
                 (
                     {"peer": 1, "name": 7},
                     ArgumentTypeError,
