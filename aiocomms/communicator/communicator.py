@@ -304,36 +304,45 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         :raises StoreLostError: the store is lost, and the transport needs it; this communicator stays usable.
         :raises CommAbortedError: the split failed or was cancelled on another rank. This communicator is lost.
         """
-        members = membership.members(ranks, self._core)
+        core = self._core
+        core.demand("split")
+        members = membership.members(ranks, core)
         child = f"{self.name}/{self._children + 1}" if name is None else arguments.label(name)
         seconds = arguments.op_deadline(timeout, self._rendezvous.timeout)
         plan = self._plan if hints is None else self._plan.advised(hints)
+        # If this call fails, nothing was sent.
+        gathered = self._issue_in_order(AllGatherObject(0, False, (self._parcel("split", (members, child), False),)))
         number = self._children = self._children + 1  # Another split may begin before this one continues.
-        core = self._core
         with anyio.CancelScope() as scope:
             # An abort also ends the part of the split that runs outside this communicator.
             hook = self.register_abort_hook(lambda _: scope.cancel())
             try:
-                return await self._form_child(members, child, number, plan, seconds)
-            except StoreLostError:
-                raise  # Every rank that needs the store raises this error. This communicator needs no store.
+                return await self._form_child(gathered, members, child, number, plan, seconds)
             except BaseException as error:
                 hook.remove()
                 reason = broken_off(error, members).about(comm=self.name, op="split", rank=self.rank)
-                core.lose(reason)
+                # Every rank that needs the store raises its loss. This communicator needs no store.
+                if not isinstance(error, StoreLostError):
+                    core.lose(reason)
                 raise (reason.about() if isinstance(error, CommError) else error) from error.__cause__
             finally:
                 hook.remove()
-        lost = core.life.refusal()
-        assert lost is not None
-        raise lost.about(comm=self.name, op="split", rank=self.rank)
+        raise self._end_during("split")
+
+    def _end_during(self, what: str) -> CommError:
+        """Return the error of a call during which this communicator was lost or closed."""
+        error = self._core.life.refusal()
+        assert error is not None
+        return error.about(comm=self.name, op=what, rank=self.rank)
 
     async def _form_child(
-        self, members: list[int], child: str, number: int, plan: Selection, seconds: float
+        self, gathered: Work[Any], members: list[int], child: str, number: int, plan: Selection, seconds: float
     ) -> Communicator | None:
-        """Agree on the groups of a split, and form the group of this rank."""
-        gather = AllGatherObject(0, False, (self._parcel("split", (members, child), False),))
-        claims: list[tuple[list[int], str]] = await self._issue_in_order(gather)
+        """Agree on the groups of a split, and form the group of this rank.
+
+        :param gathered: the work that gathers the members and the child's name of every rank.
+        """
+        claims: list[tuple[list[int], str]] = await gathered
         for rank, (claim, name) in enumerate(claims):
             why = ""
             if claim != members and set(claim) & set(members):

@@ -32,6 +32,7 @@ from aiocomms.errors import (
     CommClosedError,
     CommError,
     MismatchError,
+    StoreLostError,
     UnsupportedOperation,
 )
 from aiocomms.testing import local_world
@@ -533,7 +534,7 @@ def test_split_refuses_bad_members_before_anything_is_sent(members, error, text)
     run_on("asyncio", main)
 
 
-@pytest.mark.parametrize("name", ["", "x" * 201, 5, b"tp"], ids=repr)
+@pytest.mark.parametrize("name", ["", "x" * 201, 5, b"tp", "\ud800"], ids=repr)
 def test_split_refuses_a_bad_name_before_anything_is_sent(name):
     async def main():
         async with local_world(2) as world:
@@ -542,6 +543,53 @@ def test_split_refuses_a_bad_name_before_anything_is_sent(name):
             children = await ranks(world, lambda comm: comm.split([0, 1]))
             assert [child.name for child in children] == ["world/1"] * 2
             await ranks(children, lambda comm: comm.aclose())
+
+    run_on("asyncio", main)
+
+
+def test_split_that_is_refused_leaves_the_communicator_usable():
+    """The call comes on another thread, a hook prevents it, or this rank has begun to close the communicator."""
+
+    def refuse(op, seq):
+        raise PermissionError("not now")
+
+    async def main():
+        async with local_world(2) as world:
+            one, two = world
+            with pytest.raises(RuntimeError, match="split on 'world' was called on another thread"):
+                await anyio.to_thread.run_sync(anyio.run, one.split, [0, 1])
+            hook = one.register_pre_hook(refuse)
+            with pytest.raises(PermissionError):
+                await one.split([0, 1])
+            hook.remove()
+            children = await ranks(world, lambda comm: comm.split([0, 1]))
+            assert [child.name for child in children] == ["world/1"] * 2
+            await ranks(children, lambda comm: comm.aclose())
+            one.send(torch.ones(1), 1)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(one.aclose)
+                await turns()
+                with pytest.raises(CommClosedError, match="split on 'world'"):
+                    await one.split([0, 1])
+                await two.recv(torch.empty(1), 0)
+
+    run_on("asyncio", main)
+
+
+def test_split_that_loses_its_store_names_itself_and_leaves_the_communicator_usable(install):
+    class Storeless(LocalTransport):
+        async def split(self, rendezvous, ranks, options):
+            raise StoreLostError("the store is gone", comm=rendezvous.name, rank=rendezvous.rank)
+
+    install(storeless=Storeless)
+
+    async def main():
+        async with local_world(2, "storeless") as world:
+            errors = await ranks(world, lambda comm: outcome(comm.split([1, 0])))
+            assert [str(error) for error in errors] == [
+                f"split on 'world' (rank {r}): the store is gone" for r in (0, 1)
+            ]
+            assert await ranks(world, total) == [2, 2]
 
     run_on("asyncio", main)
 
