@@ -304,6 +304,20 @@ def test_transport_that_fails_while_opening_leaks_nothing(run, install):
     leaves_nothing_behind(run, main)
 
 
+def test_local_rank_says_that_rank_0_has_given_up():
+    """Rank 0 is in this process, so the error must not name other processes."""
+
+    async def exchange(_key, mine):
+        return [b"%d gone" % os.getpid(), mine]
+
+    async def main():
+        with pytest.raises(CommAbortedError, match="rank 0 has given up") as caught:
+            await LocalTransport.open(SimpleNamespace(rank=1, size=2, exchange=exchange), {})
+        assert caught.value.peer == 0
+
+    asyncio.run(main())
+
+
 async def come_to(look):
     """Wait until rank 0 has come to a store. A store has no events, so this polls."""
     while not look.check(["aiocomms/world/came/0"]):

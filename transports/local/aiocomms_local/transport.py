@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from aiocomms import ops
-from aiocomms.errors import ArgumentError, CommError
+from aiocomms.errors import ArgumentError, CommAbortedError, CommError
 from aiocomms.lowlevel import Inbox
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport, conclude
 from aiocomms_local.matching import Done, SharedMatcher
@@ -75,12 +75,14 @@ class LocalTransport(Transport):
             _forming[token] = matcher
         try:
             tokens = await rendezvous.exchange("local", token)
-            if not all(value.startswith(ours) for value in tokens) or tokens[0] not in _forming:
+            if not all(value.startswith(ours) for value in tokens):
                 processes = [int(value.split()[0]) for value in tokens]
                 raise ArgumentError(
                     f"transport 'local' joins ranks of one process, and these are in the processes {processes}"
                 )
-            matcher = _forming[tokens[0]]
+            if (found := _forming.get(tokens[0])) is None:
+                raise CommAbortedError("rank 0 has given up while the ranks met", peer=0)
+            matcher = found
             self = cls(matcher, rendezvous.rank)
             with matcher.lock:
                 matcher.ranks[rendezvous.rank] = self
