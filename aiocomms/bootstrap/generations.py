@@ -21,6 +21,7 @@ import hashlib
 import math
 import re
 import secrets
+import threading
 from collections.abc import Generator
 from typing import Final, NoReturn
 
@@ -38,6 +39,8 @@ _LENGTH: Final = 16
 _NOBODY: Final = "-" * _LENGTH
 _BORED: Final = 2.0
 """The seconds after its arrival at which a rank first calls the roll, unless another rank called it recently."""
+_TURN: Final = 0.001
+"""The seconds between two looks whether an earlier arrival of this rank has ended."""
 _LEADER: Final = "came/0"
 _SAID: Final = re.compile(
     r"[0-9a-f]{16} (?P<digest>[0-9a-f]{32}) (?:(?P<unsigned>[01]) (?P<peer>\d{1,9}) (?P<message>.*))?", re.DOTALL
@@ -49,21 +52,26 @@ _SAID: Final = re.compile(
 class Arrival:
     """One arrival of a rank at a store, under a communicator's name. Only one thread uses it, and its calls block."""
 
-    def __init__(self, store: Store, rank: int, size: int, seal: Seal) -> None:
+    def __init__(self, store: Store, rank: int, size: int, seal: Seal, turn: threading.Lock | None = None) -> None:
         """Create an arrival. The other ranks do not see it before :meth:`meet`.
 
         :param store: the part of the store that belongs to the communicator's name.
+        :param turn: a lock for the arrivals of this rank, if ranks that know each other meet here repeatedly. An
+            arrival begins only when an earlier one that was given up has ended, so it is the last one to write its
+            name. None: the ranks are new to each other, so a rank may fail before it arrives.
         """
         self._store = store
         self._rank = rank
         self._size = size
         self._seal = seal
+        self._turn = turn
         self.present: set[int] = {rank}
         """The ranks that have arrived, as far as this rank knows."""
         self._mine = secrets.token_hex(_LENGTH // 2)
         self._came = f"came/{rank}"
         self._answered = ""
         self._refused = self._seen = b""
+        self._met: dict[int, str] = {}  # The names under which the ranks met that :meth:`repeated` looks at.
 
     @store_errors()
     def meet(self, given_up: clock.ThreadEvent, seconds: float = math.inf) -> str:
@@ -79,19 +87,30 @@ class Arrival:
         :raises ProtocolError: a rank that sees this rank has another protocol version.
         :raises StoreLostError: the store is gone.
         """
-        steps = self.steps(seconds)
-        while True:
+        turn = self._turn
+        while turn is not None and not turn.acquire(blocking=False):
+            if given_up.wait(_TURN):
+                return ""
+        try:
+            return self._meet(given_up, seconds)
+        finally:
+            if turn is not None:
+                turn.release()
+
+    def _meet(self, given_up: clock.ThreadEvent, seconds: float) -> str:
+        steps, pause = self.steps(seconds), 0.0
+        while not given_up.wait(pause):
             try:
                 pause = next(steps)
             except StopIteration as end:
                 return str(end.value)
-            if given_up.wait(pause):
-                return ""
+        return ""
 
     def steps(self, seconds: float) -> Generator[float, None, str]:
         """Do what :meth:`meet` does, but yield the seconds to wait before each further step, and do not wait here."""
-        casualties = Casualties(self._store, self._rank, self._size)
-        casualties.arrive()
+        casualties = Casualties(self._store, self._rank, self._size) if self._turn is None else None
+        if casualties is not None:
+            casualties.arrive()
         write(self._store, self._seal, "came", self._rank, self._came, self._mine.encode())
         roll, key = _Roll(self._store, self._rank, self._size, self._seal, seconds, self.present), ""
         if self._rank == 0:
@@ -105,8 +124,24 @@ class Arrival:
                 break
             pause = min(pause, roll.patience)
             yield pause
-            casualties.after(pause)
+            if casualties is not None:
+                casualties.after(pause)
         return key
+
+    @store_errors()
+    def repeated(self) -> bool:
+        """Return whether a rank of the meeting has arrived again, and so has left the meeting. Blocks.
+
+        Rank 0 looks at all ranks, and the other ranks look at rank 0.
+        """
+        records = self._store.multi_get([f"came/{rank}" for rank in self._met])
+        return any(self._has_left(rank, record) for rank, record in zip(self._met, records, strict=True))
+
+    def _has_left(self, rank: int, record: bytes) -> bool:
+        try:
+            return self._seal.verify("came", rank, record)[:_LENGTH] != self._met[rank].encode()
+        except ProtocolError:  # AuthError is a ProtocolError: the record is a stranger's.
+            return False
 
     # ----------------------------------------------------------------------------------------------------- rank 0
 
@@ -134,6 +169,7 @@ class Arrival:
             return ""
         text = "".join(names[rank] for rank in range(self._size)).encode()
         self._say(text, "")
+        self._met = names
         return _digest(text)
 
     def _say(self, names: bytes, trouble: str) -> None:
@@ -152,6 +188,7 @@ class Arrival:
         elif said and leader != self._refused:
             names = fetch(self._store, f"met/{name}") or b""
             if names[_LENGTH * self._rank :][:_LENGTH] == self._mine.encode():
+                self._met = {0: name}
                 return self._heard(leader, names)
             self._refused = leader  # This rank 0 is gone, or counts another process as this rank.
         if self._seal.verify("came", self._rank, came) != self._mine.encode():

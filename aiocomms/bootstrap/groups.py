@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
-from collections import Counter
+import threading
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
-from aiocomms.bootstrap.forming import formed
+import anyio
+
+from aiocomms.bootstrap.forming import FORMS_AGAIN, Transports, formed, tell
+from aiocomms.bootstrap.generations import Arrival
 from aiocomms.bootstrap.registry import Selection, open_transports
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
-from aiocomms.errors import CommError
+from aiocomms.errors import ArgumentError, CommAbortedError, CommError, CommTimeoutError, StoreLostError
+from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.ops import Family
 from aiocomms.transport import Transport
 
@@ -26,33 +34,83 @@ class Formed(NamedTuple):
 class Groups:
     """The groups of one communicator's ranks.
 
-    Each member counts how often it has formed the same group, and the members' counts agree.
+    The members arrive at a part of the store that belongs to their list and name, see :class:`Arrival`. So the records
+    of calls that failed have no effect, no matter how often each member has called.
     """
 
     def __init__(self, rendezvous: StoreRendezvous, plan: Selection, transports: Mapping[Family, Transport]) -> None:
         self._rendezvous, self._plan, self._transports = rendezvous, plan, transports
-        self._calls: Counter[str] = Counter()
+        self._forming: dict[str, anyio.CancelScope] = {}
+        self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
-    async def form(self, members: Sequence[int], name: str, seconds: float) -> Formed:
+    def end(self, _reason: object = None) -> None:
+        """Give up the groups that are forming, because the communicator is lost or closed."""
+        for scope in self._forming.values():
+            scope.cancel()
+
+    async def form(self, members: Sequence[int], name: str, seconds: float) -> Formed | None:
         """Form a group. Collective over its members.
 
         :param members: ranks of the communicator; this rank is one of them.
         :param seconds: the deadline of the forming, and afterwards the default timeout of the group's ops.
+        :returns: the parts of the group; None if :meth:`end` was called meanwhile.
         """
         own = hashlib.blake2b(repr((name, members)).encode(), digest_size=16).hexdigest()
-        self._calls[own] += 1
         rank, size = members.index(self._rendezvous.rank), len(members)
-        child = self._rendezvous.child(f"{own}#{self._calls[own]}", name, rank, size, timeout=seconds)
+        if own in self._forming:
+            raise ArgumentError(
+                f"name is {name!r}, wanted another one: a call with this name and these ranks is pending"
+            )
+        place = self._rendezvous.child(own, name, rank, size, timeout=seconds)
+        with anyio.CancelScope() as scope:
+            self._forming[own] = scope
+            try:
+                rendezvous, transports = await self._form(place, members, self._turns[own])
+            except CommError as error:
+                raise error.about(comm=name, op="create_group", rank=rank) from error.__cause__
+            finally:
+                del self._forming[own]
+            rendezvous.timeout = seconds
+            return Formed(rendezvous, self._plan, transports)
+        return None
 
+    async def _form(
+        self, place: StoreRendezvous, members: Sequence[int], turn: threading.Lock
+    ) -> tuple[StoreRendezvous, Transports]:
+        """Meet the other members, and form the group. Do so again if a member has called again meanwhile."""
+        while True:
+            rendezvous = copy.copy(place)
+            arrival = await rendezvous.meet(turn)
+            opening = self._open(rendezvous, members)
+            try:
+                return rendezvous, await formed(rendezvous, opening, partial(_left, arrival))
+            except FORMS_AGAIN as error:
+                if await _is_over(rendezvous, arrival):
+                    continue
+                if isinstance(error, CommTimeoutError):  # The other members may have later deadlines.
+                    await tell(rendezvous, error)
+                raise
+
+    async def _open(self, rendezvous: StoreRendezvous, members: Sequence[int]) -> Transports:
         async def opened(cls: type[Transport], family: Family) -> Transport:
             parent, options = self._transports[family], self._plan.options
             if cls.split_nobody is Transport.split_nobody:
-                return await parent.split(child, members, options)
-            return await cls.open(child, options)  # A split of this class would need all ranks of the communicator.
+                return await parent.split(rendezvous, members, options)
+            return await cls.open(
+                rendezvous, options
+            )  # A split of this class would need all ranks of the communicator.
 
-        try:
-            transports = await formed(child, open_transports(self._plan, opened))
-        except CommError as error:
-            raise error.about(comm=name, op="create_group", rank=rank) from error.__cause__
-        child.timeout = seconds
-        return Formed(child, self._plan, transports)
+        return await open_transports(self._plan, opened)
+
+
+def _left(arrival: Arrival | None) -> CommError | None:
+    """Return an error if a member has left the meeting of an arrival. Blocks."""
+    again = arrival is not None and arrival.repeated()
+    return CommAbortedError("another member has given up this attempt, and has called again") if again else None
+
+
+async def _is_over(rendezvous: StoreRendezvous, arrival: Arrival | None) -> bool:
+    """Return whether a member has left the meeting of an arrival, and there is time for another meeting."""
+    with anyio.move_on_after(max(0.0, rendezvous.left())), contextlib.suppress(StoreLostError):
+        return arrival is not None and await run_in_thread(arrival.repeated)
+    return False

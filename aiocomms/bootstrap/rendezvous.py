@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import secrets
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final
 
@@ -94,14 +95,23 @@ class StoreRendezvous(Board):
 
     async def arrive(self, root: Store) -> None:
         """Meet the ranks that arrive at a store now, and ignore the keys of earlier runs."""
-        self.root = root
-        here = PrefixStore(f"aiocomms/{self.base}", root)
-        if self.size == 1:  # There is no other rank to wait for.
-            self.store = PrefixStore(secrets.token_hex(8), here)
-            return
-        arrival, given_up = Arrival(here, self.rank, self.size, self._seal), clock.event()
+        self.root, self.store = root, PrefixStore(f"aiocomms/{self.base}", root)
+        await self.meet()
+
+    async def meet(self, turn: threading.Lock | None = None) -> Arrival | None:
+        """Meet the ranks that are at this part of the store now. Take a part of it that no other meeting has.
+
+        :param turn: see :class:`Arrival`.
+        :returns: the arrival of this rank; None if there is no other rank to wait for.
+        """
+        if self.size == 1:
+            self.store = None if self.store is None else PrefixStore(secrets.token_hex(8), self.store)
+            return None
+        here = self._store()
+        arrival, given_up = Arrival(here, self.rank, self.size, self._seal, turn), clock.event()
         key = await self._meeting("all at once", lambda: arrival.meet(given_up, self.left()), arrival.present, given_up)
         self.store, self._seal = PrefixStore(key, here), self._seal.child(key)
+        return arrival
 
     async def leave(self) -> None:
         """Release the store, because no ranks meet here again. Another communicator may still hold the store."""

@@ -79,6 +79,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         self._portal: Portal | None = None
         self._doors: list[Door] = []  # The doors of portals.
         self._pre_hooks, self._post_hooks, self._abort_hooks = core.pre_hooks, core.post_hooks, core.abort_hooks
+        self._abort_hooks.register(self._groups.end)
         self._shortcuts = shortcuts = core.shortcuts if type(self) is Communicator else None
         if shortcuts is not None:
             give_methods(Communicator, shortcuts.method)
@@ -244,6 +245,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             door.disown()
 
     def _released(self) -> None:
+        self._groups.end()
         for door in self._doors:
             door.close()
         directory.unregister(self)
@@ -371,17 +373,24 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     async def create_group(self, ranks: Sequence[int], name: str, *, timeout: OpTimeout = COMM_TIMEOUT) -> Communicator:
         """Form a communicator of some of the ranks; collective over these ranks only, like ``MPI_Comm_create_group``.
 
+        A call waits until all members call at the same time. A member that has given up a call may call again.
+
         :param ranks: the members, as in :meth:`split`.
         :param name: the name, the same on all members; it distinguishes groups that the members form at the same time.
         :param timeout: see :meth:`split`.
         :raises ArgumentError: an argument is wrong. Nothing was sent.
+        :raises CommAbortedError: this communicator is lost; or the other one was not formed, as in
+            :func:`aiocomms.new_comm`.
         :raises CommError: the communicator was not formed, as in :func:`aiocomms.new_comm`; this communicator stays
             usable.
         """
         self._core.demand("create_group")
         members = membership.members(ranks, self._core, "create_group", least=1)
         seconds = arguments.op_deadline(timeout, self._rendezvous.timeout)
-        return Communicator(*await self._groups.form(members, arguments.label(name), seconds))
+        group = await self._groups.form(members, arguments.label(name), seconds)
+        if group is None:
+            raise self._end_during("create_group")
+        return Communicator(*group)
 
     async def reconfigure(
         self, ranks: Sequence[int] | None = None, *, size: int | None = None, timeout: float | timedelta = 10.0

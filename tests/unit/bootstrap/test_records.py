@@ -246,6 +246,30 @@ def test_restarted_rank_0_is_answered_again():
     assert ended(second) == ended(follows) != ""
 
 
+def test_ranks_of_a_meeting_notice_that_one_of_them_has_arrived_again():
+    store = HashStore()
+    met = [arriving(store, r, 3) for r in range(3)]
+    for _, steps in met:
+        next(steps)
+    assert len({ended(steps) for _, steps in met}) == 1
+    store.set("came/1", "the record of a stranger")
+    assert not any(arrival.repeated() for arrival, _ in met)
+    next(arriving(store, 2, 3)[1])
+    assert [arrival.repeated() for arrival, _ in met] == [True, False, False]
+    next(arriving(store, 0, 3)[1])
+    assert [arrival.repeated() for arrival, _ in met] == [True, True, True]
+
+
+def test_arrival_that_was_given_up_writes_nothing_after_the_next_one():
+    store, turn, given_up = HashStore(), threading.Lock(), threading.Event()
+    arrival = Arrival(store, 0, 2, Seal(TOKEN, "world"), turn)
+    given_up.set()
+    with turn:  # An earlier arrival has not ended.
+        assert arrival.meet(given_up) == ""
+    assert arrival.meet(given_up) == ""
+    assert not store.check(["came/0"])
+
+
 @pytest.mark.parametrize("said", ["x", "{digest} 1", "{digest} 1 x message", "{digest} 2 1 message"])
 def test_malformed_decision_of_rank_0_raises_protocol_error(said):
     store = HashStore()
