@@ -33,7 +33,11 @@ from aiocomms.transport import Transport
 _PAUSE: Final = 0.1
 """The seconds between two looks for a failure of another rank; less if the timeout is short."""
 _ANSWERS: Final = 2.0
-"""The seconds in which a store must answer why a rank has closed its connections. A slower store counts as lost."""
+"""The seconds in which a store must answer why a rank has closed its connections. A slower store counts as lost.
+
+A rank that needs no more from a lost store goes on to connect for as long, but no longer than a quarter of its timeout.
+A rank that still needs the store has failed, and cannot report that.
+"""
 _PARTS: Final = 16
 """The least number of looks within the timeout, because recovery waits only a quarter of it for late ranks."""
 _LOOKS: Final = 1000
@@ -259,11 +263,18 @@ async def _hear(
         told = rendezvous.decided(_END)
         return missing() if told is None else _REASONS.decode(told).to_error()
 
+    grace, answered = min(_ANSWERS, rendezvous.timeout / 4), clock.now()
     with hearing:
         while not heard:
             await anyio.sleep(max(min(_PAUSE, rendezvous.timeout / _PARTS), rendezvous.size / _LOOKS))
-            with contextlib.suppress(CommError):  # The forming task gets the same error, and raises it.
+            try:
                 failure = await rendezvous.run("looking whether a rank has failed", look)
+                answered = clock.now()
                 if failure is not None:
                     heard.append(failure)
+            except StoreLostError as error:
+                if clock.now() - answered > grace:
+                    heard.append(error)
+            except CommError:  # The forming task gets the same error, and raises it.
+                pass
         forming.cancel()

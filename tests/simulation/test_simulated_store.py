@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from repeating import repeated
 from test_simulated_recovery import PATIENCE, RANKS, go_on, summed
 
 import aiocomms
+from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.errors import CommAbortedError, CommError, StoreLostError
 from aiocomms.testing.simulation import Faults, here
 
@@ -78,10 +80,10 @@ def test_no_newcomer_is_waited_for_without_a_store():
     assert results[1] == results[2]
 
 
-async def go_on_or_say_why() -> Any:
+async def go_on_or_say_why(goes: Callable[[], Awaitable[Any]] = go_on) -> Any:
     """Go on with whoever is left; return the reason where that is refused."""
     try:
-        return await go_on()
+        return await goes()
     except (StoreLostError, CommAbortedError) as error:
         return type(error).__name__
 
@@ -93,3 +95,28 @@ def test_the_store_dies_amid_other_faults(seed):
     # More than half of the ranks go on, or none does.
     sizes = [result for result in history.results if isinstance(result, int)]
     assert sizes or "StoreLostError" in history.results
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["rank 2 fails", "rank 2 is slow"])
+def test_ranks_that_connect_go_on_without_the_store_for_two_seconds(monkeypatch: pytest.MonkeyPatch, fails: bool):
+    """A rank that has failed cannot report that in the store, and does not connect. A slow rank still connects."""
+    exchange = StoreRendezvous.exchange
+
+    async def lost_afterwards(rendezvous: StoreRendezvous, key: str, value: bytes) -> list[bytes]:
+        values = await exchange(rendezvous, key, value)
+        if rendezvous.rank == 2:
+            await asyncio.sleep(0.1)  # The others have the values, too.
+            here().world.lose_store()
+            if fails:
+                raise StoreLostError("the store is lost")
+            await asyncio.sleep(1)
+        return values
+
+    async def form() -> int:
+        async with aiocomms.new_comm() as comm:
+            return comm.size
+
+    monkeypatch.setattr(StoreRendezvous, "exchange", lost_afterwards)
+    history = repeated(lambda: go_on_or_say_why(form), 3, seed=1)
+    assert history.results == (["StoreLostError"] * 3 if fails else [3, 3, 3])
+    assert history.seconds < 3
