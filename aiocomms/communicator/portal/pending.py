@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from threading import get_ident
 from typing import Protocol
 
 from aiocomms.communicator.portal.door import Door
@@ -14,13 +15,13 @@ from aiocomms.lowlevel.handles import Handle
 LOOK = 1.0
 """The seconds after which a waiting thread checks whether a bell can still ring."""
 
-_still: list[bool] = []
-"""A list that is not empty once the interpreter is ending."""
+_ending: list[int] = []
+"""The identifiers of the threads that end the interpreter: empty while it runs."""
 
 
 def stand_still() -> None:
-    """Keep waiting threads blocked while the interpreter ends, because they are daemon threads."""
-    _still.append(True)
+    """Keep all other waiting threads blocked while this thread ends the interpreter: they are daemon threads."""
+    _ending.append(get_ident())
 
 
 class EndBell(Protocol):
@@ -73,7 +74,7 @@ class Pending(Handle):
         finally:
             if bell in self._bells:  # A bell that is still in the list has not rung.
                 self._drop(bell)
-        while _still:
+        while _ending and get_ident() not in _ending:
             clock.event().wait()
         return self._over
 

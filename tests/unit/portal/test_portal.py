@@ -290,6 +290,18 @@ def test_portal_wait_raises_when_the_loop_is_closed_by_hand(impatient):
     comm._leaving.finish()
 
 
+def test_thread_that_ends_the_interpreter_does_not_stand_still(run, monkeypatch):
+    """The thread that runs the last finalizers goes on. Without this rule, a finalizer that waits hangs for ever."""
+    monkeypatch.setattr(pending, "_ending", [])
+
+    async def main() -> None:
+        async with local_world(1) as (one,):
+            thread = Thread(lambda: [pending.stand_still(), one.portal().all_reduce(torch.ones(1)).wait().item()])
+            assert await in_thread(thread.end) == [None, 1.0]
+
+    run(main)
+
+
 async def _open(**place: Any) -> aiocomms.Communicator:
     return await aiocomms.new_comm("local", **place)
 
