@@ -7,6 +7,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Protocol
 
+from aiocomms.arguments import wrong_type
 from aiocomms.communicator.portal.door import Door
 from aiocomms.errors import CommError
 from aiocomms.lowlevel import clock
@@ -34,14 +35,17 @@ class EndBell(Protocol):
 class _Callback:
     """A bell that rings by a call."""
 
-    __slots__ = ("_call", "waits")
+    __slots__ = ("_call", "_report", "waits")
 
-    def __init__(self, call: Callable[[], object], waits: bool) -> None:
-        self._call, self.waits = call, waits
+    def __init__(self, call: Callable[[], object], report: Callable[[str, BaseException], None], waits: bool) -> None:
+        self._call, self._report, self.waits = call, report, waits
 
-    def release(self) -> object:
-        """See :class:`EndBell`."""
-        return self._call()
+    def release(self) -> None:
+        """See :class:`EndBell`. An exception of the call is reported: the thread that ends the object must go on."""
+        try:
+            self._call()
+        except Exception as error:
+            self._report(f"the done callback {self._call!r} raised", error)
 
 
 class Pending(Handle):
@@ -81,16 +85,21 @@ class Pending(Handle):
     def add_done_callback(self, call: Callable[[], object]) -> None:
         """Call ``call()`` once when the object ends, on the thread that ends it; or at once if it has ended already.
 
-        Any thread may use this. ``call`` must neither block nor raise. The caller counts as a waiter, like a blocked
-        thread.
+        Any thread may use this. ``call`` must not block. The event loop reports an exception of ``call``. The caller
+        counts as a waiter, like a blocked thread.
+
+        :raises ArgumentTypeError: ``call`` cannot be called.
         """
-        self._call_when_over(_Callback(call, waits=True))
+        self._call_when_over(call, waits=True)
 
     def add_step(self, call: Callable[[], object]) -> None:
         """Call ``call()`` as :meth:`add_done_callback` does, but do not count the caller as a waiter."""
-        self._call_when_over(_Callback(call, waits=False))
+        self._call_when_over(call, waits=False)
 
-    def _call_when_over(self, bell: _Callback) -> None:
+    def _call_when_over(self, call: Callable[[], object], *, waits: bool) -> None:
+        if not callable(call):
+            raise wrong_type("call", call, "a function without arguments")
+        bell = _Callback(call, self._door.core.driver.report, waits)
         self._bells.append(bell)
         if self._over:
             with contextlib.suppress(ValueError):  # The thread that ends the object makes the call at this moment.

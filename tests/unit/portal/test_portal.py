@@ -241,6 +241,41 @@ def test_portal_failure_that_is_never_retrieved_is_reported_once(run, caplog):
     run(main)
 
 
+@pytest.mark.parametrize("over", [False, True])
+def test_exception_of_a_done_callback_is_reported_and_harms_nothing(run, caplog, over):
+    async def main() -> None:
+        reports: list[str] = []
+        if loop := _asyncio_loop():
+            loop.set_exception_handler(lambda loop, context: reports.append(context["message"]))
+        async with local_world(2) as (one, two):
+            work = await in_thread(lambda: one.portal().recv(torch.zeros(1), 1))
+            if not over:
+                work.add_done_callback(lambda work: None)
+            await two.send(torch.ones(1), 0)
+            if over:
+                await in_thread(work.wait)
+                work.add_done_callback(lambda work: None)
+            assert (await in_thread(work.wait)).item() == 1.0
+            assert not one.aborted
+            reports += [record.getMessage() for record in caplog.records]
+            assert len(reports) == 1
+            assert "the done callback <function" in reports[0]
+
+    run(main)
+
+
+def test_done_callback_that_cannot_be_called_is_refused(run):
+    async def main() -> None:
+        async with local_world(2) as (one, _):
+            work = await in_thread(lambda: one.portal().recv(torch.zeros(1), 1))
+            for add in (work.add_done_callback, work.add_step):
+                with pytest.raises(ArgumentError, match="call is 5 .int., wanted a function without arguments"):
+                    add(5)
+            assert await in_thread(work.cancel)
+
+    run(main)
+
+
 def _asyncio_loop() -> asyncio.AbstractEventLoop | None:
     try:
         return asyncio.get_running_loop()
