@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
@@ -34,7 +35,7 @@ class PortalCall(Pending, Generic[_T]):
 
     refused: bool
 
-    __slots__ = ("_call", "_cancelled", "_context", "_error", "_mark", "_scope", "_values", "refused")
+    __slots__ = ("_calls", "_cancelled", "_context", "_error", "_mark", "_scope", "_values", "refused")
 
     def __init__(self, door: Door, call: Callable[[], Awaitable[_T]], marks: CallerMarks | None = None) -> None:
         """Store the call, which does not start yet.
@@ -43,7 +44,7 @@ class PortalCall(Pending, Generic[_T]):
             stream.
         """
         super().__init__(door)
-        self._call = call
+        self._calls = [call]  # The thread that takes the call begins it, or prevents its start.
         self._mark = None if marks is None else marks.mark()
         self._context = copy_context()
         self._scope: anyio.CancelScope | None = None
@@ -56,6 +57,8 @@ class PortalCall(Pending, Generic[_T]):
     def run(self, patience: float | None) -> _T:
         """Run the function on the loop, and block this thread until it has ended. A timeout or Ctrl-C cancels it.
 
+        A function that the loop has not begun in time is not waited for, because the loop may be blocked.
+
         :param patience: the seconds to wait; None: no limit.
         :raises TimeoutError: the function was cancelled.
         """
@@ -63,7 +66,8 @@ class PortalCall(Pending, Generic[_T]):
         try:
             if not self._block(patience):
                 self._door.put(self._cancel)
-                self._block(None)
+                if not self._block(pending.LOOK) and self._taken() is None:
+                    self._block(None)
         except BaseException:
             self._door.put(self._cancel)
             self._block(None)
@@ -75,19 +79,22 @@ class PortalCall(Pending, Generic[_T]):
         return self._values[0]
 
     def _begin(self) -> None:
+        call = self._taken()
+        if call is None:
+            return
         if self._door.closed:
             self._fail(self._door.refusal())
-        elif not self._over:  # A call that is over was given up before.
+        else:
             if self._mark is not None:
                 self._mark.hold_up()
-            self._door.core.driver.spawn(self._main, self._context)
+            self._door.core.driver.spawn(functools.partial(self._main, call), self._context)
 
-    async def _main(self) -> None:
+    async def _main(self, call: Callable[[], Awaitable[_T]]) -> None:
         try:
             with anyio.CancelScope() as self._scope:
                 if self._cancelled:
                     self._scope.cancel()
-                self._values.append(await self._call())
+                self._values.append(await call())
         except Exception as error:
             self._error = error
         except BaseException:
@@ -101,7 +108,15 @@ class PortalCall(Pending, Generic[_T]):
         if self._scope is not None:
             self._scope.cancel()
 
+    def _taken(self) -> Callable[[], Awaitable[_T]] | None:
+        """Return the call to the first caller, and None to the others."""
+        try:
+            return self._calls.pop()
+        except IndexError:
+            return None
+
     def _fail(self, error: BaseException) -> None:
+        self._taken()
         self._error, self.refused = error, True
         self._ring()
 

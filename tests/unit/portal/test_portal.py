@@ -364,6 +364,22 @@ def test_portal_call_times_out_when_the_loop_is_stuck(run, impatient):
     run(main)
 
 
+def test_portal_call_that_has_not_begun_when_it_times_out_never_begins(run, impatient):
+    """A blocked loop does not hold up the timeout of a call, and no item arrives at a call that is over."""
+
+    async def main() -> None:
+        async with local_world(2) as (one, two):
+            other = Thread(lambda: two.portal().open_stream(0))
+            stream = await in_thread(lambda: one.portal().open_stream(1))
+            for call in (stream.receive, one.portal().lost):
+                outcome = Thread(lambda call=call: call(timeout=0.02)).end()
+                assert type(outcome) is TimeoutError, outcome
+            await in_thread(lambda: other.end().send(torch.ones(1)))
+            assert (await in_thread(stream.receive)).item() == 1.0
+
+    run(main)
+
+
 def test_portal_wait_raises_the_abort_when_the_loop_is_stuck(run, impatient):
     async def main() -> None:
         async with local_world(2) as (one, two):
