@@ -39,6 +39,9 @@ class _Inside:
 
     refusing = closed
 
+    def worded(self, error: CommError) -> CommError:
+        return error
+
     def refusal(self) -> CommError | None:
         return CommClosedError("the endpoint is closed") if self.closed else None
 

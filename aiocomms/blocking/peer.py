@@ -49,7 +49,8 @@ class BlockingPeer(Handle):
         self.name, self.address, self.transports = peer.name, peer.address, peer.transports
         self._peer, self._other, self._door = peer, peer._other, door
         self._comm = peer._comm.portal()
-        self._counting = threading.Lock()  # The lock under which several threads count their puts.
+        # Several threads count their puts under this lock, and a finalizer or signal handler may put amid a put.
+        self._counting = threading.RLock()
         self._signals = BlockingWindow(self._comm, peer._signals)
         self.register_abort_hook: Callable[[Callable[[CommError], object]], Hook] = self._comm.register_abort_hook
 
@@ -181,7 +182,7 @@ class BlockingRegion(Handle):
 class BlockingRemoteRegion(Described):
     """An :class:`aiocomms.RemoteRegion` whose operations a thread can wait for. ``with`` closes it."""
 
-    def __init__(self, door: Door, portal: Portal, remote: RemoteRegion, counting: threading.Lock) -> None:
+    def __init__(self, door: Door, portal: Portal, remote: RemoteRegion, counting: threading.RLock) -> None:
         self._door, self._remote, self._owner = door, remote, remote._owner
         self._says, self._attachment = remote._says, remote._attachment
         self._window, self._counting = BlockingWindow(portal, remote._window), counting

@@ -23,6 +23,8 @@ class DoorOwner(Protocol):
     driver: LoopDriver
     thread: int
     """The thread of its loop."""
+    worded: Callable[[CommError], CommError]
+    """See :class:`aiocomms.progress.work.Owner`."""
 
     @property
     def marks(self) -> CallerMarks | None:
@@ -128,7 +130,7 @@ class Door:
     def refusal(self) -> CommError:
         """Return the error of a call that comes too late."""
         error = self.core.refusal() or CommClosedError("the event loop of the communicator has ended")
-        return error.about(comm=self.core.name, rank=self.core.rank)
+        return self.core.worded(error.about(comm=self.core.name, rank=self.core.rank))
 
     # ---------------------------------------------------------------------------------------- on the loop's thread
 

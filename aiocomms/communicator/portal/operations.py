@@ -84,7 +84,7 @@ class Operations(Issuer):
                 arguments.mapping("hints", hints)
             work: BlockingWork[Any] = BlockingWork(self._target, self._where, self._door, of_tensors, hints, timeout)
         except CommError as error:
-            raise error.about(comm=self._where, op=op.name, rank=self.rank) from None
+            raise self._core.worded(error.about(comm=self._where, op=op.name, rank=self.rank)) from None
         if of_tensors is not op and op.result() is not None:
             work._given = op
         if hints is not None or timeout is not COMM_TIMEOUT or not work._posted():

@@ -391,7 +391,7 @@ class BlockingWork(Pending, Generic[T_co]):
         self._taken()
         if isinstance(error, CommError):
             seq = None if self._work is None else self._work.seq
-            error = error.about(comm=self._where, op=self.op.name, seq=seq, rank=self._comm.rank)
+            error = self._core.worded(error.about(comm=self._where, op=self.op.name, seq=seq, rank=self._comm.rank))
         if not self._over:
             self._error = error
             self._ring()

@@ -144,6 +144,40 @@ def test_puts_of_a_thread_are_visible_after_its_signal(pair: Pair):
     assert region.tensor is pages
 
 
+def test_put_amid_a_put_does_not_hang(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    """A finalizer or a signal handler may put at any moment."""
+    with pair.one.register(torch.zeros(2)) as region:
+        remote = pair.two_sees.attach(region.descriptor)
+        put, works = remote._window.put, []
+
+        def interrupted(*args: object, **kwargs: object) -> object:
+            monkeypatch.undo()
+            works.append(remote.put(torch.ones(1), 1))
+            return put(*args, **kwargs)
+
+        monkeypatch.setattr(remote._window, "put", interrupted)
+        thread = threading.Thread(target=lambda: works.append(remote.put(torch.ones(1), 0)), daemon=True)
+        thread.start()
+        thread.join(HANGS)
+        assert [work.wait().item() for work in works] == [1.0, 1.0]
+        pair.two_sees.signal()
+        pair.one_sees.wait_signal().wait()
+        assert region.tensor.tolist() == [1.0, 1.0]
+
+
+def test_error_of_a_blocking_peer_names_no_ranks(pair: Pair):
+    peer = pair.two_sees
+    with pair.one.register(torch.zeros(2)) as region:
+        remote = peer.attach(region.descriptor)
+        for call in (lambda: peer.send(5), lambda: remote.put(torch.zeros(1), 9)):
+            with pytest.raises(ArgumentError, match="on 'endpoint, peer ") as caught:
+                call()
+            assert "rank" not in str(caught.value)
+    peer.close()
+    with pytest.raises(CommClosedError, match="on 'endpoint, peer .*: the connection was closed on this endpoint"):
+        peer.lost()
+
+
 def test_concurrent_connects_return_the_same_peer(pair: Pair):
     one, two, peer, _ = pair
     with ThreadPoolExecutor(4) as pool:
