@@ -59,8 +59,10 @@ class Communicator(Portal):
         self.close()
 
     def _of(self, comm: Any) -> Self:
-        assert self._use.thread is not None  # The thread has just run the call.
-        return type(self)(comm, self._use.thread)
+        thread = self._use.thread
+        if thread is None:  # Another thread has closed this communicator since the call, and the loop has ended.
+            raise self._door.refusal()
+        return type(self)(comm, thread)
 
 
 new_comm: Final = blocking(

@@ -37,7 +37,7 @@ class LoopThread:
             raise CommError(f"no event loop can be opened: {error}") from error
         self._stop = asyncio.Event()
         self._users = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # A finalizer or signal handler may close what it interrupts.
         self._thread = threading.Thread(target=self._run, name="aiocomms blocking", daemon=True)
         try:
             self._thread.start()

@@ -113,9 +113,11 @@ class Door:
     def elsewhere(self, what: str) -> None:
         """Refuse a blocking call on the loop's own thread.
 
+        A child that was forked on that thread has no loop, and its call gets the error of a closed communicator.
+
         :raises RuntimeError: the caller is on the loop's own thread.
         """
-        if get_ident() == self.core.thread:
+        if get_ident() == self.core.thread and os.getpid() == self._process:
             raise RuntimeError(
                 f"{what} on '{self.core.name}' was called on the loop's own thread, which would wait for itself; "
                 "on that thread, await the method of the Communicator itself"

@@ -16,7 +16,7 @@ from aiocomms.communicator.objects import Objects
 from aiocomms.communicator.p2p import PointToPoint
 from aiocomms.communicator.portal.door import Door
 from aiocomms.communicator.portal.views import BlockingBatch, started
-from aiocomms.communicator.portal.works import BlockingWork, run
+from aiocomms.communicator.portal.works import BlockingWork, close
 from aiocomms.core.core import Core
 from aiocomms.errors import CommError
 from aiocomms.lowering.lane_messages import Key
@@ -140,7 +140,7 @@ class BlockingLane(Operations):
 
         :raises RuntimeError: the caller is on the loop's own thread.
         """
-        run(self._door, "close", self._target.aclose)
+        close(self._door, "close", self._target.aclose)
 
     def __enter__(self) -> Self:
         self._target.__enter__()

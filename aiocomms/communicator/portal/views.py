@@ -15,6 +15,7 @@ from aiocomms.communicator.portal.works import BlockingWork, close, run
 from aiocomms.communicator.rma import Window
 from aiocomms.communicator.streams import ItemStream
 from aiocomms.diagnosis.stream_counts import StreamStatistics
+from aiocomms.errors import CommError
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.progress.work import Work
 
@@ -78,7 +79,8 @@ class BlockingWindow(Handle):
 
     def close(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
         """Close the window once all ranks' operations on it have ended. Collective. Idempotent."""
-        run(self._door, "close", lambda: self._window.aclose(timeout=timeout))
+        if not self.closed:
+            run(self._door, "close", lambda: self._window.aclose(timeout=timeout))
 
     def __enter__(self) -> Self:
         return self
@@ -86,7 +88,12 @@ class BlockingWindow(Handle):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        run(self._door, "close", lambda: self._window.__aexit__(kind, error, trace))
+        try:
+            if not self.closed:
+                run(self._door, "close", lambda: self._window.__aexit__(kind, error, trace))
+        except CommError:
+            if error is None:
+                raise
 
 
 class BlockingStream(Handle, Generic[_T]):

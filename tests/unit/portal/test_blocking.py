@@ -111,6 +111,51 @@ def test_close_within_a_hook_raises_runtime_error():
     assert "close on 'world' was called on the loop's own thread" in str(errors[0])
 
 
+def test_close_amid_the_close_of_another_communicator_does_not_hang():
+    """A finalizer or a signal handler may close one at any moment."""
+    comm = blocking.new_comm("local")
+    half = comm.split([0])
+
+    def close_amid() -> None:
+        with comm._use.thread._lock:  # The close of the other holds it.
+            half.close()
+
+    thread = threading.Thread(target=close_amid, daemon=True)
+    thread.start()
+    thread.join(HANGS)
+    assert not thread.is_alive()
+    comm.close()
+
+
+def test_window_and_lane_can_be_closed_again_after_the_communicator():
+    with blocking.new_comm("local") as comm:
+        window, late, lane = comm.new_window(torch.zeros(1)), comm.new_window(torch.zeros(1)), comm.lane("a")
+        for opened in (window, lane):
+            opened.close()
+    for opened in (window, lane):
+        assert opened.close() is None
+    window.__exit__(None, None, None)  # The `with` statement makes this call.
+    with pytest.raises(CommClosedError, match="closed on this rank"):
+        late.close()
+    with pytest.raises(KeyError), late:
+        raise KeyError("the error of the block")
+
+
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+def test_split_of_a_communicator_that_is_closed_meanwhile_raises_comm_closed_error(monkeypatch):
+    comm = blocking.new_comm("local")
+    run = comm._run
+
+    def closed_meanwhile(*args: object) -> object:
+        child = run(*args)
+        comm.close()
+        return child
+
+    monkeypatch.setattr(comm, "_run", closed_meanwhile)
+    with pytest.raises(CommClosedError, match="closed on this rank"):
+        comm.split([0])
+
+
 def test_concurrent_close_waits_until_all_is_released(monkeypatch):
     """A second close returns after the first has ended the transports; another communicator on the loop still works."""
     begun, second = threading.Event(), threading.Event()
@@ -294,6 +339,32 @@ one.close(); two.close()
     assert run(HEAD + program).split("\n") == [
         "CommClosedError True", "returned", "CommClosedError True", "CommClosedError True", "returned", "returned", "",
     ]  # fmt: skip
+
+
+@pytest.mark.real
+def test_child_that_is_forked_on_the_loops_thread_is_refused():
+    program = """
+import asyncio
+from aiocomms.testing import local_world
+async def main():
+    async with local_world(1) as (comm,):
+        portal = comm.portal()
+        window = await asyncio.to_thread(portal.new_window, torch.zeros(1))
+        work = await asyncio.to_thread(portal.recv, torch.zeros(1), 0)
+        child = os.fork()
+        if not child:
+            for call in (work.wait, lambda: portal.split([0]), lambda: portal.lost(timeout=1), window.close, portal.close):
+                try:
+                    call()
+                    print("returned", flush=True)
+                except Exception as error:
+                    print(type(error).__name__, "after a fork" in str(error), flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+        await asyncio.to_thread(window.close)
+asyncio.run(main())
+"""
+    assert run(HEAD + program) == 4 * "CommClosedError True\n" + "returned\n"
 
 
 @pytest.mark.real
