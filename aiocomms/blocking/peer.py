@@ -49,7 +49,7 @@ class BlockingPeer(Handle):
         self.name, self.address, self.transports = peer.name, peer.address, peer.transports
         self._peer, self._other, self._door = peer, peer._other, door
         self._comm = peer._comm.portal()
-        # Several threads count their puts under this lock, and a finalizer or signal handler may put amid a put.
+        # Several threads count their puts under this lock, and a finalizer or signal handler may put during a put.
         self._counting = threading.RLock()
         self._signals = BlockingWindow(self._comm, peer._signals)
         self.register_abort_hook: Callable[[Callable[[CommError], object]], Hook] = self._comm.register_abort_hook

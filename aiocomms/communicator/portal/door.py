@@ -23,8 +23,6 @@ class DoorOwner(Protocol):
     driver: LoopDriver
     thread: int
     """The thread of its loop."""
-    worded: Callable[[CommError], CommError]
-    """See :class:`aiocomms.progress.work.Owner`."""
 
     @property
     def marks(self) -> CallerMarks | None:
@@ -44,6 +42,9 @@ class DoorOwner(Protocol):
 
     def refusal(self) -> CommError | None:
         """Return the error of calls once the owner is lost or closed; None: calls may start."""
+
+    def worded(self, error: CommError, /) -> CommError:
+        """See :attr:`aiocomms.progress.work.Owner.worded`."""
 
     def lose(self, error: CommError) -> None:
         """End the communicator or the connections, because the door has failed."""

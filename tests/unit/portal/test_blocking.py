@@ -111,16 +111,16 @@ def test_close_within_a_hook_raises_runtime_error():
     assert "close on 'world' was called on the loop's own thread" in str(errors[0])
 
 
-def test_close_amid_the_close_of_another_communicator_does_not_hang():
+def test_close_during_the_close_of_another_communicator_does_not_hang():
     """A finalizer or a signal handler may close one at any moment."""
     comm = blocking.new_comm("local")
     half = comm.split([0])
 
-    def close_amid() -> None:
+    def close_within() -> None:
         with comm._use.thread._lock:  # The close of the other holds it.
             half.close()
 
-    thread = threading.Thread(target=close_amid, daemon=True)
+    thread = threading.Thread(target=close_within, daemon=True)
     thread.start()
     thread.join(HANGS)
     assert not thread.is_alive()
@@ -353,7 +353,8 @@ async def main():
         work = await asyncio.to_thread(portal.recv, torch.zeros(1), 0)
         child = os.fork()
         if not child:
-            for call in (work.wait, lambda: portal.split([0]), lambda: portal.lost(timeout=1), window.close, portal.close):
+            split, lost = lambda: portal.split([0]), lambda: portal.lost(timeout=1)
+            for call in (work.wait, split, lost, window.close, portal.close):
                 try:
                     call()
                     print("returned", flush=True)

@@ -144,7 +144,7 @@ def test_puts_of_a_thread_are_visible_after_its_signal(pair: Pair):
     assert region.tensor is pages
 
 
-def test_put_amid_a_put_does_not_hang(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+def test_put_during_a_put_does_not_hang(pair: Pair, monkeypatch: pytest.MonkeyPatch):
     """A finalizer or a signal handler may put at any moment."""
     with pair.one.register(torch.zeros(2)) as region:
         remote = pair.two_sees.attach(region.descriptor)
@@ -174,7 +174,7 @@ def test_error_of_a_blocking_peer_names_no_ranks(pair: Pair):
                 call()
             assert "rank" not in str(caught.value)
     peer.close()
-    with pytest.raises(CommClosedError, match="on 'endpoint, peer .*: the connection was closed on this endpoint"):
+    with pytest.raises(CommClosedError, match=r"on 'endpoint, peer .*: the connection was closed on this endpoint"):
         peer.lost()
 
 

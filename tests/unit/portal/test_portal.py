@@ -269,7 +269,7 @@ def test_done_callback_that_cannot_be_called_is_refused(run):
         async with local_world(2) as (one, _):
             work = await in_thread(lambda: one.portal().recv(torch.zeros(1), 1))
             for add in (work.add_done_callback, work.add_step):
-                with pytest.raises(ArgumentError, match="call is 5 .int., wanted a function without arguments"):
+                with pytest.raises(ArgumentError, match=r"call is 5 \(int\), wanted a function without arguments"):
                     add(5)
             assert await in_thread(work.cancel)
 
@@ -326,7 +326,7 @@ def test_portal_wait_raises_when_the_loop_is_closed_by_hand(impatient):
 
 
 def test_thread_that_ends_the_interpreter_does_not_stand_still(run, monkeypatch):
-    """The thread that runs the last finalizers goes on. Without this rule, a finalizer that waits hangs for ever."""
+    """The thread that runs the last finalizers goes on. Without this rule, a finalizer that waits would hang."""
     monkeypatch.setattr(pending, "_ending", [])
 
     async def main() -> None:
