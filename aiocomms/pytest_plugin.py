@@ -51,7 +51,8 @@ class _SimulatedAs(NamedTuple):
     longest: float = 86_400.0
 
 
-_failed = pytest.StashKey[bool]()
+_passed = pytest.StashKey[bool]()
+_instead = pytest.StashKey["Callable[..., Any] | None"]()
 _asked = pytest.StashKey[_Asked]()
 
 
@@ -90,35 +91,35 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Let a simulated test, or a test with ``comm``, run on every rank.
+    """Check a test's marker ``simulated`` before its fixtures are made."""
+    item.stash[_passed] = False
+    item.stash[_instead] = _on_ranks(item) if isinstance(item, pytest.Function) else None
 
-    This happens before another plug-in takes over the test.
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Run a simulated test, or a test with ``comm``, on every rank, and record that a test has passed.
+
+    Another function stands in the test's place only during the call. All parameters of a test of hypothesis share one
+    place, and a plug-in may run a test again.
+
+    The fixture ``world`` aborts the world of a test that has not passed: its pending operations may never end.
     """
-    if isinstance(item, pytest.Function) and (marker := item.get_closest_marker("simulated")) is not None:
-        _simulate(item, marker)
-        return
-    if not isinstance(item, pytest.Function) or "comm" not in item._fixtureinfo.argnames:
-        return
-    # The test may use another fixture with the name "comm".
-    if item._fixtureinfo.name2fixturedefs["comm"][-1].func.__module__ != __name__:
-        return
-    holder = getattr(item.obj, "hypothesis", None)
-    if holder is None:
-        item.obj = _on_every_rank(item.obj)
-    else:
-        holder.inner_test = _on_every_rank(holder.inner_test)
+    with pytest.MonkeyPatch.context() as patch:
+        if isinstance(item, pytest.Function) and (test := item.stash[_instead]) is not None:
+            patch.setattr(*_place(item), test)
+            if not inspect.iscoroutinefunction(test):  # Plug-ins for event loops must ignore a simulated test.
+                patch.setattr(item, "runtest", functools.partial(pytest.Function.runtest, item))
+        result = yield
+    item.stash[_passed] = True
+    return result
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Record that a test failed, and hide aiocomms' frames in its traceback.
-
-    The fixture ``world`` then aborts the world: pending operations of a failed test may never end.
-    """
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Hide aiocomms' frames in the traceback of a failed test."""
     if call.excinfo is not None:
         _hide_frames()
-        if call.when == "call":
-            item.stash[_failed] = True
     return (yield)
 
 
@@ -136,9 +137,8 @@ def world(request: pytest.FixtureRequest) -> list[Communicator]:
     """
     if request.node.get_closest_marker("simulated") is not None:
         raise _refusal(request, "is of one process, and the test's ranks are simulated ones: take 'comm'")
-    if _asked not in request.node.stash:
-        # An error that is raised here, before the loop runs, has a short traceback.
-        request.node.stash[_asked] = _ask(request)
+    # An error that is raised here, before the loop runs, has a short traceback.
+    request.node.stash[_asked] = _ask(request)
     return cast("list[Communicator]", request.getfixturevalue(_driven(request)))
 
 
@@ -160,14 +160,30 @@ def comm(request: pytest.FixtureRequest) -> Any:
         )
     if request.node.get_closest_marker("simulated") is not None:
         return None  # Each rank opens its own communicator.
-    request.node.stash[_asked] = _ask(request)
     return _EveryRank(request.getfixturevalue("world"))
 
 
-def _on_every_rank(test: Callable[..., Any]) -> Callable[..., Any]:
-    if not inspect.iscoroutinefunction(test):
-        return test
+def _place(item: pytest.Function) -> tuple[Any, str]:
+    """Return the object and the attribute that hold the test, which hypothesis has in its own place."""
+    holder = getattr(item.obj, "hypothesis", None)
+    return (item, "obj") if holder is None else (holder, "inner_test")
 
+
+def _on_ranks(item: pytest.Function) -> Callable[..., Any] | None:
+    """Return the function that runs a simulated test, or a test with ``comm``, on every rank; None for other tests."""
+    test = getattr(*_place(item))
+    if (marker := item.get_closest_marker("simulated")) is not None:
+        return _simulated(item, marker, test)
+    # The test may use another fixture with the name "comm".
+    ours = "comm" in item._fixtureinfo.argnames and _is_ours(item._fixtureinfo.name2fixturedefs["comm"][-1])
+    return _on_every_rank(test) if ours and inspect.iscoroutinefunction(test) else None
+
+
+def _is_ours(fixture: pytest.FixtureDef[Any]) -> bool:
+    return fixture.func.__module__ == __name__
+
+
+def _on_every_rank(test: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(test)
     async def on_every_rank(*args: Any, **kwargs: Any) -> Any:
         from aiocomms.testing import run_ranks
@@ -178,21 +194,15 @@ def _on_every_rank(test: Callable[..., Any]) -> Callable[..., Any]:
     return on_every_rank
 
 
-def _simulate(item: pytest.Function, marker: pytest.Mark) -> None:
-    """Make a simulated test synchronous, so that plug-ins for event loops ignore it."""
+def _simulated(item: pytest.Function, marker: pytest.Mark, test: Callable[..., Any]) -> Callable[..., None]:
+    """Return the function that runs a simulated test: a synchronous one, which plug-ins for event loops ignore."""
     asked = _simulated_as(item, marker)
-    holder = getattr(item.obj, "hypothesis", None)
-    test = item.obj if holder is None else holder.inner_test
     if not inspect.iscoroutinefunction(test):
         pytest.fail(
             f"{item.nodeid}: the marker 'simulated' of aiocomms is for coroutine functions: write 'async def'",
             pytrace=False,
         )
-    if holder is None:
-        item.obj = _in_simulation(item, test, asked)
-    else:
-        holder.inner_test = _in_simulation(item, test, asked)
-    item.runtest = functools.partial(pytest.Function.runtest, item)  # type: ignore[method-assign]
+    return _in_simulation(item, test, asked)
 
 
 def _simulated_as(item: pytest.Function, marker: pytest.Mark) -> _SimulatedAs:
@@ -304,13 +314,13 @@ async def _opened(request: pytest.FixtureRequest) -> AsyncIterator[list[Communic
     with _checking():
         async with local_world(asked.n, asked.transport, timeout=asked.timeout) as comms:
             yield comms
-            failed = request.node.stash.get(_failed, False)
-            left = Leftovers([] if failed else comms)
-            if failed:
+            passed = request.node.stash[_passed]
+            left = Leftovers(comms if passed else [])
+            if not passed:
                 for comm in comms:
                     comm.abort("the test failed")
     report = left.report()
-    report_forgotten(quietly=failed or bool(report))
+    report_forgotten(quietly=not passed or bool(report))
     if report:
         pytest.fail(report, pytrace=False)
 
@@ -354,8 +364,7 @@ def _loop_scope(request: pytest.FixtureRequest, marker: pytest.Mark) -> str:
 
 def _ask(request: pytest.FixtureRequest) -> _Asked:
     """Return the world that an indirect parameter describes, or else the closest marker."""
-    marker = request.node.get_closest_marker("ranks")
-    param = getattr(request, "param", None)
+    marker, param = request.node.get_closest_marker("ranks"), _param(request.node)
     args: tuple[Any, ...] = (DEFAULT_RANKS,)
     kwargs: Mapping[str, Any] = {}
     if isinstance(param, Mapping):
@@ -364,7 +373,7 @@ def _ask(request: pytest.FixtureRequest) -> _Asked:
         args = (param,)
     elif marker is not None:
         args, kwargs = marker.args, marker.kwargs
-    if len(args) == 1 or param is not None:
+    if len(args) < 2:
         try:
             asked = _Asked(*args, **kwargs)
         except TypeError:
@@ -375,6 +384,14 @@ def _ask(request: pytest.FixtureRequest) -> _Asked:
     given = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())])
     what = f"the marker ranks({given})" if param is None else f"the parameter {param!r}"
     raise _refusal(request, f"got {what}, {_WANTED}")
+
+
+def _param(item: Any) -> Any:
+    """Return the indirect parameter of ``world`` or ``comm``, whichever of these fixtures is made first; or None."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    fixtures = item._fixtureinfo.name2fixturedefs
+    found = [params[name] for name in ("world", "comm") if name in params and any(map(_is_ours, fixtures[name]))]
+    return found[0] if found else None
 
 
 def _refusal(request: pytest.FixtureRequest, why: str, fixture: str = "world") -> BaseException:

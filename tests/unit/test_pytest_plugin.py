@@ -51,7 +51,7 @@ def suite(pytester: pytest.Pytester):
     def run(source: str, *args: str, mode: str = "strict", ini: str = ""):
         pytester.makeini(INI.format(mode=mode) + ini)
         pytester.makepyfile(HEAD + source)
-        return pytester.runpytest_inprocess(*args)
+        return pytester.runpytest_inprocess(*args, no_reraise_ctrlc=True)
 
     return run
 
@@ -284,6 +284,10 @@ async def test_by_family(world):
     assert world[0].transports["p2p"] == "local"
     assert world[0].timeout == 30
 
+@pytest.mark.ranks(n=3, timeout=7)
+async def test_names_of_arguments(world):
+    assert (len(world), world[0].timeout) == (3, 7)
+
 @pytest.mark.parametrize("world", [1, {"n": 2, "timeout": 5}, {"n": 3, "transport": "c10d"}], indirect=True)
 async def test_parameters(world):
     await sums(world, len(world))
@@ -294,7 +298,34 @@ async def test_parameters_of_each_rank(comm):
     assert comm.size in (1, 3)
     assert (await comm.all_reduce(torch.ones(1))).item() == comm.size
 """
-    suite(source).assert_outcomes(passed=7)
+    suite(source).assert_outcomes(passed=8)
+
+
+def test_parameter_sets_the_ranks_whichever_fixture_is_made_first(suite):
+    source = """
+pytestmark = pytest.mark.asyncio
+
+@pytest.fixture
+def size(world):
+    return len(world)
+
+@pytest.mark.parametrize("world", [4], indirect=True)
+async def test_parameter_of_world(comm, world, size):
+    assert comm.size == len(world) == size == 4
+
+@pytest.mark.parametrize("comm", [4], indirect=True)
+async def test_parameter_of_comm(size, comm):
+    assert comm.size == size == 4
+
+@pytest.mark.parametrize("comm", [4], indirect=True)
+async def test_parameter_of_comm_first(comm, size):
+    assert comm.size == size == 4
+
+@pytest.mark.parametrize("comm", [4])
+async def test_own_parameter(world, comm):
+    assert (len(world), comm) == (2, 4)
+"""
+    suite(source).assert_outcomes(passed=4)
 
 
 def test_unknown_transport_in_the_marker_is_an_error(suite):
@@ -343,6 +374,60 @@ def test_every_rank_has_run():
 
 def test_comm_fixture_runs_the_test_on_every_rank(suite):
     suite(EACH.format(mark="@pytest.mark.asyncio"), "-p", "_hypothesis_pytestplugin").assert_outcomes(passed=5)
+
+
+@pytest.mark.parametrize("mark", ["asyncio", "anyio"])
+def test_hypothesis_test_may_have_parameters(suite, mark):
+    source = f"""
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+@pytest.mark.{mark}
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(n=st.integers(1, 5))
+@settings(max_examples=3, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+async def test_it(comm, dtype, n):
+    assert (await comm.all_reduce(torch.ones(n, dtype=dtype))).tolist() == [2.0] * n
+"""
+    result = suite(source, "-p", "_hypothesis_pytestplugin", "-k", "not trio")
+    result.assert_outcomes(passed=2, deselected=0 if mark == "asyncio" else 2)
+
+
+AGAIN = """
+from _pytest.runner import runtestprotocol
+
+def pytest_runtest_protocol(item, nextitem):
+    runtestprotocol(item, nextitem=nextitem, log=False)
+    item._initrequest()
+    runtestprotocol(item, nextitem=nextitem)
+    return True
+"""
+
+
+def test_plugin_may_run_a_test_again(suite, pytester):
+    """Some plug-ins repeat failed tests. The second run also reports what it leaves behind."""
+    pytester.makeconftest(AGAIN)
+    source = """
+pytestmark = pytest.mark.asyncio
+tries = []
+
+async def test_comm(comm):
+    await comm.barrier()
+    tries.append(comm.rank)
+    assert len(tries) > comm.size
+
+class TestClass:
+    async def test_method(self, comm):
+        await comm.barrier()
+
+async def test_left(world):
+    tries.append(world)
+    assert world is not tries[-2]
+    assert isinstance(tries[-2], list), "the first run"
+    world[0].send(torch.ones(1), 1).forget()
+"""
+    result = suite(source)
+    result.assert_outcomes(passed=3, errors=1)
+    result.stdout.fnmatch_lines("*rank 0 is in send(dst=1, tag=0), which nothing has matched*")
 
 
 def test_comm_fixture_runs_the_test_on_every_rank_under_anyio(suite):
@@ -455,6 +540,25 @@ def test_failing_test_reports_no_leftovers(suite):
     assert "the test has ended" not in result.stdout.str()
 
 
+@pytest.mark.parametrize("how", ["raise KeyboardInterrupt", "pytest.exit('enough')"])
+def test_interrupted_test_reports_no_leftovers(suite, how):
+    """The session ends as without the plug-in, and reports the tests that failed before."""
+    source = f"""
+def test_fails():
+    assert not "an earlier failure"
+
+@pytest.mark.asyncio
+async def test_interrupted(world):
+    world[0].barrier().forget()
+    {how}
+"""
+    result = suite(source)
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines("*an earlier failure*")
+    assert "the test has ended" not in result.stdout.str() + result.stderr.str()
+
+
 FORGETS = """
 @pytest.mark.asyncio
 async def test_forgets(world):
@@ -533,7 +637,7 @@ async def test_calls(world):
 
 
 MARKERS = (
-    *("", "0", "-1", "True", "2.0", "'2'", "[2]", "2, 3", "n=2", "2, n=3", "None"),
+    *("", "0", "-1", "True", "2.0", "'2'", "[2]", "2, 3", "n='2'", "2, n=3", "None"),
     *("2, timeout=0", "2, timeout='5'", "2, timeout=True", "2, transport=3", "2, size=3"),
 )
 MISTAKES = {

@@ -148,6 +148,20 @@ async def test_it(n):
     assert "::test_it --simulated-seed='0'" in text
 
 
+def test_hypothesis_searches_simulated_tests_with_parameters(suite):
+    source = """
+from hypothesis import given, settings, strategies as st
+
+@pytest.mark.simulated(seeds=1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@settings(max_examples=2, deadline=None, database=None)
+@given(n=st.integers(1, 5))
+async def test_it(comm, dtype, n):
+    assert (await comm.all_reduce(torch.ones(n, dtype=dtype))).tolist() == [2.0] * n
+"""
+    suite(source).assert_outcomes(passed=2)
+
+
 MISTAKES = {
     "ranks=0": "ranks is 0, wanted at least 1 rank as an int",
     "seeds='x'": "seeds is 'x', wanted how many as an int of at least 1, or the seeds",
