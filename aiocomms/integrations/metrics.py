@@ -251,10 +251,10 @@ class MeasuredService:
         # The exporter keeps the counts of a lost communicator.
         self._measured = self._add(comm)
 
-    def look(self) -> ServiceStatistics | None:
-        """Return the service's statistics; None if it has ended or was garbage-collected, or measuring has ended."""
+    def open(self) -> Service | None:
+        """Return the service; None if it has ended or was garbage-collected, or measuring has ended."""
         service = self._service()
-        return None if service is None or service.closed or self._removed else service.statistics()
+        return None if service is None or service.closed or self._removed else service
 
     def remove(self) -> None:
         """Stop measuring and showing the service and its communicator. Idempotent."""
@@ -283,14 +283,22 @@ class Shown:
         self._kept: dict[Place, Totals] = {}
 
     def add(self, comm: Instrumentable) -> Measured:
-        """Measure one more communicator."""
+        """Measure a communicator. If it is measured already, return that measurement."""
+        with self._lock:
+            known = next((each for each in self._measured if each.open() is comm), None)
+        if known is not None:
+            return known
         added = Measured(comm)
         with self._lock:
             self._measured.append(added)
         return added
 
     def add_service(self, service: Service) -> MeasuredService:
-        """Measure a service with its current and later communicators."""
+        """Measure a service with its current and later communicators. If it is measured already, do as :meth:`add`."""
+        with self._lock:
+            known = next((each for each in self._services if each.open() is service), None)
+        if known is not None:
+            return known
         added = MeasuredService(service, self.add)
         with self._lock:
             self._services.append(added)
@@ -299,9 +307,9 @@ class Shown:
     def services(self) -> list[ServiceStatistics]:
         """Return the statistics of the services that have not ended. Safe on any thread."""
         with self._lock:
-            found = [(each, now) for each in self._services if (now := each.look()) is not None]
+            found = [(each, service) for each in self._services if (service := each.open()) is not None]
             self._services = [each for each, _ in found]
-        return [now for _, now in found]
+        return [service.statistics() for _, service in found]
 
     def open(self) -> list[tuple[Measured, Statistics]]:
         """Return the open communicators with their statistics. Safe on any thread."""

@@ -15,17 +15,25 @@ from weakref import WeakKeyDictionary
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from aiocomms.blocking.peer import BlockingPeer
 from aiocomms.diagnosis.durations import BOUNDS
 from aiocomms.diagnosis.statistics import Statistics
-from aiocomms.diagnosis.stream_counts import StreamStatistics
 from aiocomms.endpoints.peer import Peer
 from aiocomms.integrations.metrics import Instrumentable, Measured, MeasuredService, Shown, Totals, instrumentable
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.serving import Service, ServiceStatistics
 
 _OWN: Final = ["comm", "rank"]
+_LARGEST: Final = (
+    "_generation",
+    "_age_seconds",
+    "_lateness_seconds",
+    "_oldest_pending_seconds",
+    "_oldest_plan_seconds",
+)
+"""The ends of the names of metrics that show the largest of several values. The other metrics show the sum."""
 _LE: Final = [*(repr(bound) for bound in BOUNDS), "+Inf"]
 
 
@@ -50,7 +58,7 @@ class Exporter(Handle, Collector):
         for service in self.shown.services():
             plans.add(service)
         for metrics in (families, streams, plans):
-            yield from vars(metrics).values()
+            yield from map(_merged, vars(metrics).values())
 
 
 class _Families:
@@ -132,20 +140,14 @@ class _StreamFamilies:
 
     def add(self, each: Measured, now: Statistics) -> None:
         """Show the counts of a communicator's streams."""
-        streams: dict[tuple[str, str], list[StreamStatistics]] = {}
         for stream in now.streams:
-            streams.setdefault((stream.name, str(stream.peer)), []).append(stream)
-        for key, alike in streams.items():
-            self._add([each.name, str(each.rank), *key], alike)
-
-    def _add(self, labels: list[str], alike: list[StreamStatistics]) -> None:
-        """Show the sums over the streams with the same name and peer."""
-        self.sent.add_metric(labels, sum(each.sent for each in alike))
-        self.received.add_metric(labels, sum(each.received for each in alike))
-        self.queued.add_metric(labels, sum(each.queued for each in alike))
-        self.queued_bytes.add_metric(labels, sum(each.queued_bytes for each in alike))
-        self.send_blocked.add_metric(labels, sum(each.send_blocked for each in alike))
-        self.receive_blocked.add_metric(labels, sum(each.receive_blocked for each in alike))
+            labels = [each.name, str(each.rank), stream.name, str(stream.peer)]
+            self.sent.add_metric(labels, stream.sent)
+            self.received.add_metric(labels, stream.received)
+            self.queued.add_metric(labels, stream.queued)
+            self.queued_bytes.add_metric(labels, stream.queued_bytes)
+            self.send_blocked.add_metric(labels, stream.send_blocked)
+            self.receive_blocked.add_metric(labels, stream.receive_blocked)
 
 
 class _PlanFamilies:
@@ -197,6 +199,19 @@ def _gauge(name: str, what: str) -> GaugeMetricFamily:
 
 def _histogram(name: str, what: str) -> HistogramMetricFamily:
     return HistogramMetricFamily(f"aiocomms_{name}", what, labels=_OWN)
+
+
+def _merged(family: Metric) -> Metric:
+    """Leave one sample of each name and labels, because Prometheus refuses a scrape with two."""
+    found: dict[tuple[str, ...], Sample] = {}
+    for each in family.samples:
+        key = each.name, *each.labels.values()
+        if (known := found.get(key)) is not None:
+            value = max(known.value, each.value) if family.name.endswith(_LARGEST) else known.value + each.value
+            each = each._replace(value=value)
+        found[key] = each
+    family.samples = list(found.values())
+    return family
 
 
 def _buckets(counts: list[int]) -> list[tuple[str, float]]:

@@ -23,6 +23,7 @@ from aiocomms.testing import local_world
 pytestmark = pytest.mark.deterministic
 
 TRANSPORTS = ["local", "ucx"]
+OWN = {"comm": "world", "rank": 0}
 
 
 def scrape(registry):
@@ -245,6 +246,46 @@ def test_instrument_accepts_a_blocking_communicator():
         assert value(seen, "op_seconds_count", **labels) == 1
         assert value(seen, "loop_lateness_seconds", comm="world", rank=0) is None
     assert scrape(registry) == {}
+
+
+def test_second_instrument_of_a_communicator_or_service_counts_nothing_twice():
+    async def main():
+        registry = prometheus_client.CollectorRegistry()
+        async with local_world(1) as [comm], Service(comm) as service:
+            handle = instrument(comm, registry)
+            assert instrument(comm, registry) is handle
+            assert instrument(service, registry) is instrument(service, registry)
+            await comm.barrier()
+            assert value(scrape(registry), "op_seconds_count", op="barrier", transport="local", size="0", **OWN) == 1
+            handle.remove()
+            assert instrument(comm, registry) is not handle
+
+    run_on("asyncio", main)
+
+
+def test_communicators_of_one_name_share_their_series():
+    """Prometheus refuses a scrape that has two samples with equal labels."""
+
+    async def main():
+        registry = prometheus_client.CollectorRegistry()
+        async with local_world(1) as [one], local_world(1) as [two]:
+            works = [comm.recv(torch.ones(1), 0, timeout=None) for comm in (one, two)]
+            services = [Service(comm) for comm in (one, two)]
+            for service in services:
+                instrument(service, registry)
+                await service.comm.barrier()
+            found = [
+                (sample.name, *sorted(sample.labels.items())) for each in registry.collect() for sample in each.samples
+            ]
+            assert len(found) == len(set(found))
+            seen = scrape(registry)
+            assert value(seen, "op_seconds_count", op="barrier", transport="local", size="0", **OWN) == 2
+            assert (value(seen, "pending", **OWN), value(seen, "generation", **OWN)) == (2, 1)
+            assert value(seen, "plans_running", **OWN) == 0
+            for work in works:
+                await work.cancel()
+
+    run_on("asyncio", main)
 
 
 def test_instrument_refuses_an_object_that_is_no_communicator():
