@@ -18,7 +18,9 @@ from torch.autograd.profiler import profile as autograd_profile
 from torch.profiler import ProfilerActivity, profile
 
 import aiocomms.integrations.torch_backend
-from aiocomms.errors import ArgumentError
+from aiocomms import blocking
+from aiocomms.errors import ArgumentError, ArgumentTypeError
+from aiocomms.integrations.torch_backend import Group
 from aiocomms.integrations.torch_backend.completer import Completer
 
 pytestmark = [pytest.mark.timeout(HANGS), pytest.mark.real]
@@ -225,6 +227,28 @@ async def is_destroyed_by_a_callback(place: Rank) -> None:
 @over_ucx
 def test_two_ranks(ranks: Run, body: Callable[[Rank], Awaitable[None]]) -> None:
     ranks(2, body)
+
+
+@pytest.mark.deterministic
+def test_a_timeout_is_a_number_or_a_timedelta() -> None:
+    with blocking.new_comm("local", rank=0, size=1) as comm:
+        group = Group(comm, dist.HashStore())
+        for timeout in (5, 5.0, timedelta(seconds=5)):
+            comm.set_timeout(60)
+            group.set_timeout(timeout)
+            assert comm.timeout == 5.0
+            group.monitored_barrier(timeout)
+            part = group.split_group([0], timeout)
+            assert part is not None
+            assert part.comm.timeout == 5.0
+            part.shutdown()
+        wrong: Any = "soon"
+        for call in (group.set_timeout, group.monitored_barrier, lambda timeout: group.split_group([0], timeout)):
+            with pytest.raises(ArgumentTypeError, match="timeout is 'soon'"):
+                call(wrong)
+        with pytest.raises(dist.DistBackendError, match="timed out in monitoredBarrier"):
+            group.monitored_barrier(timedelta(0))
+        group.shutdown()
 
 
 @pytest.mark.deterministic

@@ -282,6 +282,8 @@ async def dies(place: Rank) -> None:
         assert raised.value.__cause__.peer == 1
         with pytest.raises(dist.DistBackendError, match="rank 1"):
             await dist.all_reduce(tensor, async_op=True)
+        with pytest.raises(dist.DistBackendError, match="rank 1"):
+            dist.new_group([0, 1])
         assert world.comm.aborted
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from aiocomms import blocking
-from aiocomms.arguments import COMM_TIMEOUT
+from aiocomms.arguments import COMM_TIMEOUT, Timeout
 from aiocomms.errors import ArgumentError, CommError
 from aiocomms.integrations.torch_backend import communicators, sparse
 from aiocomms.integrations.torch_backend.any_source import source_of
@@ -24,13 +23,14 @@ from aiocomms.integrations.torch_backend.calls import operation
 from aiocomms.integrations.torch_backend.communicators import DEVICES, GroupComms, GroupSide, mapped_elsewhere
 from aiocomms.integrations.torch_backend.completer import Completer
 from aiocomms.integrations.torch_backend.forms import UNSET, How
-from aiocomms.integrations.torch_backend.monitored import monitored_barrier
+from aiocomms.integrations.torch_backend.monitored import monitored_barrier, remaining
 from aiocomms.integrations.torch_backend.parts import WorkStep
 from aiocomms.integrations.torch_backend.tensors import CallTensors, cuts
 from aiocomms.integrations.torch_backend.works import BACKEND, GroupWork, raising_as_torch_does
 from aiocomms.lowlevel.handles import Handle
 
 
+@raising_as_torch_does()
 def create(how: Any, options: Any) -> Group:
     """Create a group for ``torch.distributed``. All ranks of the group must call this.
 
@@ -134,10 +134,10 @@ class Group(Handle, dist.ProcessGroup):
 
     # ------------------------------------------------------------------------------------------------------ life
 
-    def set_timeout(self, timeout: timedelta) -> None:
+    def set_timeout(self, timeout: Timeout) -> None:
         """Set the deadline of later calls."""
         for side in self.comms.sides:
-            side.comm.set_timeout(timeout.total_seconds())
+            side.comm.set_timeout(timeout)
 
     def abort(self) -> None:
         """Abort the group on every rank."""
@@ -183,7 +183,7 @@ class Group(Handle, dist.ProcessGroup):
     def split_group(
         self,
         ranks: Sequence[int],
-        timeout: timedelta | None = None,
+        timeout: Timeout = None,
         opts: Any = None,
         group_name: str | None = None,
         group_desc: str | None = None,
@@ -198,9 +198,9 @@ class Group(Handle, dist.ProcessGroup):
         if opts is not None:
             raise ArgumentError(f"pg_options of a split is {opts!r}, wanted None: it has the transport of its parent")
         members = ranks if self.comm.rank in ranks else ()
-        seconds = COMM_TIMEOUT if timeout is None else timeout.total_seconds()
+        patience = COMM_TIMEOUT if timeout is None else timeout
         with raising_as_torch_does():
-            comm = self.comm.split(members, group_name and f"{self.comm.name}/{group_name}", timeout=seconds)
+            comm = self.comm.split(members, group_name and f"{self.comm.name}/{group_name}", timeout=patience)
         if comm is None:
             return None
         group = Group(comm, dist.PrefixStore(f"{comm.name}/", self._store), self.transport, self, ranks)
@@ -319,11 +319,11 @@ class Group(Handle, dist.ProcessGroup):
         its = CallTensors(self._side(how.device or torch.device("cpu")))
         return self._work([its.comm.barrier(timeout=how.timeout)], [], its, ordered=False)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
         """See :func:`torch.distributed.monitored_barrier`. The group stays usable if ranks are missing."""
-        self._barriers += 1
-        seconds = self.comm.timeout if timeout is None or timeout == UNSET else timeout.total_seconds()
         with raising_as_torch_does():
+            seconds = self.comm.timeout if timeout is None or timeout == UNSET else remaining(timeout)
+            self._barriers += 1
             monitored_barrier(self.comm, self._barriers, seconds, wait_all_ranks)
 
     # --------------------------------------------------------------------------------------------- point to point

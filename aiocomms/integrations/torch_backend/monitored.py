@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 from torch import distributed as dist
 
-from aiocomms import blocking
+from aiocomms import arguments, blocking
 from aiocomms.communicator.portal.operations import BlockingLane
 from aiocomms.errors import CommError
 from aiocomms.lowlevel import clock
 from aiocomms.ops import buffers
 
 _ROOT = 0
+
+
+def remaining(timeout: float | timedelta) -> float:
+    """Return a timeout in seconds. A ``timedelta`` may be 0 or negative, as in torch: the barrier then fails.
+
+    :raises ArgumentError: the timeout is no number of seconds above 0.
+    """
+    if isinstance(timeout, timedelta) and timeout <= timedelta(0):
+        return timeout.total_seconds()
+    return arguments.seconds("timeout", timeout)
 
 
 def monitored_barrier(comm: blocking.Communicator, number: int, seconds: float | None, all_ranks: bool) -> None:
