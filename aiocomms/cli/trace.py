@@ -101,7 +101,7 @@ def _read(path: Path) -> TraceRecord | list[Happening]:
                 items.append(tidied(_item.decode(text)))
         if header is None or len(items) > 2 * MOST:
             raise ValueError("it is empty" if header is None else "it holds too many operations")
-    except ValueError as error:  # Errors of msgspec and of UTF-8 are also ValueErrors.
+    except (ValueError, RecursionError) as error:  # Errors of msgspec and of UTF-8 are also ValueErrors.
         line = 1 if header is None else len(items) + len(events) + 2
         raise ValueError(f"{path} is no flight recorder: line {line}: {printable(str(error))}") from None
     return events if isinstance(header, WorldHeader) else TraceRecord(path, header, items)

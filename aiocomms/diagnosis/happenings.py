@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from aiocomms.diagnosis.recorder import Seconds
+
 FORMAT = "aiocomms simulation 1"
 DIED = "the rank has died"
 """The reason in the flight recorder of a simulated rank that has died."""
@@ -19,7 +21,7 @@ class WorldHeader(msgspec.Struct):
 class Happening(msgspec.Struct):
     """An event in a simulated world."""
 
-    wall: float
+    wall: Seconds
     """The time, in seconds since 1970."""
     rank: int | None
     """The rank of the event; None: it concerns no single rank."""

@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from itertools import count
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 import msgspec
@@ -59,6 +59,9 @@ _log = logging.getLogger("aiocomms")
 Entry = type[Op] | tuple[Any, ...] | float
 """An entry of the ring: an op's type when it is called; when it has ended, the time or a :meth:`Recorder.row`."""
 
+Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
+"""A time in a file or an answer of another process, within bounds in which sums and microseconds are finite."""
+
 
 class Item(msgspec.Struct, omit_defaults=True):
     """One op. Times are seconds of this host's monotonic clock."""
@@ -75,9 +78,9 @@ class Item(msgspec.Struct, omit_defaults=True):
     None if the op is no collective or the ring has dropped its call."""
     bytes: int | None = None
     """The size of the op's tensor, unless the op ended within the call."""
-    posted: float | None = None
+    posted: Seconds | None = None
     """The time of the call, unless the op ended within the call."""
-    finished: float | None = None
+    finished: Seconds | None = None
     tensors: list[str] = []
     """The names, dtypes and shapes of a pending op's tensors."""
     error: str = ""
@@ -142,9 +145,9 @@ class Header(msgspec.Struct):
     size: int
     host: str
     pid: int
-    wall: float
+    wall: Seconds
     """The wall clock and the monotonic clock at the time of the snapshot, in seconds."""
-    monotonic: float
+    monotonic: Seconds
     reason: str
     verdict: str
     brief: Brief

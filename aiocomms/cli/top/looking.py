@@ -216,7 +216,7 @@ def _hear(connection: socket.socket, ends: float) -> list[Sight] | str | None:
         return f"does {NO_ANSWER}"
     except OSError:
         return None
-    except ValueError as error:  # Errors of msgspec and of UTF-8 are also ValueErrors.
+    except (ValueError, RecursionError) as error:  # Errors of msgspec and of UTF-8 are also ValueErrors.
         return f"says what makes no sense here: {printable(str(error))}"
 
 

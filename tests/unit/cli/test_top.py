@@ -38,7 +38,7 @@ import asyncio, torch
 from aiocomms.testing import local_world
 
 async def waits(comm):
-    await comm.recv(torch.zeros(5, dtype=torch.int32), 1, tag=3)
+    await comm.recv(torch.zeros(5, dtype=torch.int32), 1, tag=3, timeout=None)
 
 async def barrier(comm):
     await comm.barrier()
@@ -240,6 +240,12 @@ def test_top_without_rich_says_what_to_install(monkeypatch: pytest.MonkeyPatch, 
     assert capsys.readouterr().err == "aiocomms top: it needs rich: pip install 'aiocomms[top]'\n"
 
 
+def test_top_without_an_output_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell closes the output with ``>&-``."""
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(["top", "all", "--interval", "0.05"]) == 0
+
+
 def sights(*comms) -> list[tuple[int, Sight]]:
     return [(7, comm._sight()) for comm in comms]
 
@@ -290,6 +296,7 @@ def test_top_rates_count_ops_between_two_looks(monkeypatch: pytest.MonkeyPatch) 
     [
         (b'{"header": 1}\n\n', "says what makes no sense here: Expected `object`, got `int`"),
         (b"\xff\n\n", "says what makes no sense here: "),
+        (b'{"x":' + b"[" * 50_000 + b"]" * 50_000 + b"}\n\n", "says what makes no sense here: maximum recursion depth"),
         (b'{"header"', None),
         (b"", None),
     ],
