@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     :param arguments: the arguments without the program's name; None for the arguments of the process.
     :returns: the exit status; 1 if the input is wrong, or ranks have failed.
     """
+    _open_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(given)
     options.arguments = given
@@ -25,6 +27,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CommError, OSError, ValueError) as error:
         print(f"aiocomms {options.command}: {error}", file=sys.stderr)
         return 1
+
+
+def _open_streams() -> None:
+    """Open the null device for each standard stream that was closed at the start of the process.
+
+    Else a later file or socket gets its descriptor, and the output of ranks goes there. Python has None for the stream.
+    """
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The system gives the lowest free descriptor, which is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
 
 
 def _parser() -> argparse.ArgumentParser:

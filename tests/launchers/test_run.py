@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -303,6 +304,15 @@ def test_ranks_print_until_their_end_when_the_supervision_is_cancelled(tmp_path)
     program = CANCELLED.replace("anyio.run", "os.environ['STARTER'] = str(os.getpid())\nanyio.run")
     ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[0] saves\n[0] has saved\n", "")
+
+
+def test_ranks_run_when_the_command_has_no_output(tmp_path):
+    """Each rank writes to its file, as with an output."""
+    (tmp_path / "says.py").write_text("print('here')")
+    arguments = shlex.join([sys.executable, "-m", "aiocomms", "run", "-n", "2", "--log-dir", "logs", "says.py"])
+    ended = subprocess.run(["sh", "-c", f"exec {arguments} <&- >&- 2>&-"], cwd=tmp_path, stdout=subprocess.DEVNULL)
+    assert ended.returncode == 0
+    assert [file.read_text() for file in (tmp_path / "logs").iterdir()] == ["here\n"] * 2
 
 
 def test_program_of_the_documentation_is_there_again_after_a_death(running, tmp_path):
