@@ -12,6 +12,7 @@ from aiocomms import blocking
 from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, describe
 from aiocomms.communicator.portal.operations import BlockingLane
 from aiocomms.errors import MismatchError, UnsupportedOperation
+from aiocomms.ops import buffers
 from aiocomms.ops.modes import unaffected
 from aiocomms.ops.reductions import ReduceOp
 from aiocomms.ops.writing import writing
@@ -41,7 +42,7 @@ def check(tensor: Tensor, op: ReduceOp, gpu: torch.device | None) -> None:
 def _adds(dtype: torch.dtype) -> bool:
     """Return whether torch can add sparse tensors of a dtype, and merge the elements of one index in them."""
     try:
-        twice = torch.zeros(1, 2, dtype=torch.int64, device="cpu"), torch.zeros(2, dtype=dtype, device="cpu")
+        twice = buffers.zeros(1, 2, dtype=torch.int64, device="cpu"), buffers.zeros(2, dtype=dtype, device="cpu")
         one = torch.sparse_coo_tensor(*twice, (1,), check_invariants=True).coalesce()
         add(one, one)
     except RuntimeError:
