@@ -343,7 +343,14 @@ def gone(rank: int | None, why: str = "its connection broke unexpectedly") -> Pe
 
 
 def as_reason(reason: str | BaseException) -> str:
-    """Return the reason for an abort as text."""
-    if not isinstance(reason, BaseException):
-        return reason
-    return f"{type(reason).__name__}: {reason}" if str(reason) else type(reason).__name__
+    """Return the reason for an abort as text in valid UTF-8.
+
+    The text of an exception may have bytes of a file's name that are invalid UTF-8, and its ``__str__`` may raise.
+    """
+    try:
+        text = str(reason)
+    except Exception:
+        text = ""
+    if isinstance(reason, BaseException):
+        text = f"{type(reason).__name__}: {text}" if text else type(reason).__name__
+    return text.encode(errors="backslashreplace").decode()

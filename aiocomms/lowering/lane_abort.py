@@ -223,6 +223,5 @@ class _Ear(_Message):
 
 
 def _tell(told: _GivenUp, device: torch.device) -> Tensor:
-    reason = told.reason.encode(errors="backslashreplace").decode()  # An exception's text may be invalid UTF-8.
-    short = msgspec.structs.replace(told, lane=told.lane[:_LONGEST_LANE], reason=reason[:_LONGEST_REASON])
+    short = msgspec.structs.replace(told, lane=told.lane[:_LONGEST_LANE], reason=told.reason[:_LONGEST_REASON])
     return crossing.to_tensor(_CODEC.encode_padded(short, _BYTES), device)

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from aiocomms import ops
-from aiocomms.errors import CommError, MessageTruncatedError, MismatchError
+from aiocomms.errors import CommError, MessageTruncatedError, MismatchError, as_reason
 from aiocomms.progress.inflight import StartedWork
 from aiocomms.transport import OP_RESULT, Completion, conclude
 from aiocomms.transport.native import Ledger
@@ -153,7 +153,7 @@ class Run:
         self._parts = ()
         if not self._posted:
             raise error
-        why = error.message if isinstance(error, CommError) else f"{type(error).__name__}: {error}"
+        why = error.message if isinstance(error, CommError) else as_reason(error)
         failure = CommError(f"the operation failed on this rank: {why}")
         failure.__cause__ = error
         self._give_up(failure)

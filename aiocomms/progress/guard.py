@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import anyio
 
-from aiocomms.errors import CommError
+from aiocomms.errors import CommError, as_reason
 
 _log = logging.getLogger("aiocomms")
 P = ParamSpec("P")
@@ -26,9 +26,7 @@ T = TypeVar("T")
 
 def broken(transport: object, method: str, error: BaseException) -> CommError:
     """Return the error of a communicator whose transport has raised ``error`` in a method that must not raise."""
-    failure = CommError(
-        f"the transport {type(transport).__name__} is broken: {method}() raised {type(error).__name__}: {error}"
-    )
+    failure = CommError(f"the transport {type(transport).__name__} is broken: {method}() raised {as_reason(error)}")
     failure.__cause__ = error
     return failure
 

@@ -22,6 +22,7 @@ from aiocomms.errors import (
     MismatchError,
     PeerDiedError,
     WorkCancelledError,
+    as_reason,
 )
 from aiocomms.lowlevel import clock, memory
 from aiocomms.lowlevel.threads import copied, run_in_thread
@@ -143,7 +144,7 @@ class StartedWork(Work[T_co]):
 
         Later reports of the transport are ignored.
         """
-        failure = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
+        failure = error if isinstance(error, CommError) else CommError(as_reason(error))
         self._error, self._state = failure, ABANDONED
 
     def finish(self) -> None:

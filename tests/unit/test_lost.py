@@ -79,6 +79,31 @@ def test_lost_returns_the_reason_on_every_rank(run):
     run(main)
 
 
+class NoTextError(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [("bad \udcff", r"bad \udcff"), (ValueError("\udcff"), r"ValueError: \udcff"), (NoTextError(), "NoTextError")],
+    ids=["a text", "an exception", "no text"],
+)
+def test_any_reason_of_an_abort_reaches_the_other_ranks_as_utf_8(run, reason, text):
+    async def main():
+        async with local_world(2) as (one, two):
+            if isinstance(reason, str):
+                one.abort(reason)
+            else:
+                with pytest.raises(type(reason)):
+                    async with one:
+                        raise reason
+            lost = str(await two.lost())
+            assert lost.encode().decode().endswith(text)
+
+    run(main)
+
+
 def test_lost_raises_when_the_communicator_closes(run):
     async def main():
         async with local_world(2) as (one, two):
