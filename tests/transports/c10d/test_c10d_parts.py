@@ -7,6 +7,7 @@ import contextlib
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from unittest.mock import Mock
 
 import pytest
@@ -117,6 +118,33 @@ def test_ranks_of_several_hosts_listen_on_the_route_to_each_other(monkeypatch: p
 def test_ranks_of_two_versions_raise_protocol_error() -> None:
     with pytest.raises(ProtocolError, match="rank 1 speaks version 77"):
         bringup.listen_on([said(), said(version=77)], None)
+
+
+def test_group_is_poisoned_even_if_no_reason_can_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    poisoned = Mock()
+    monkeypatch.setattr(bringup, "poison", poisoned)
+    alone = C10dTransport(0, 1, None, None)
+    alone._gloo, alone._abort_error = Mock(), CommError("\udcff")
+    with pytest.raises(UnicodeEncodeError):
+        alone._stop()
+    poisoned.assert_called_once_with(alone._gloo)
+    alone._inbox.close()
+
+
+@pytest.mark.parametrize(
+    ("begin", "error", "match"),
+    [
+        (Mock(side_effect=RuntimeError("none\nhere")), ArgumentError, "cannot gather .* on the cpu: none$"),
+        (lambda *_: Mock(wait=Mock(side_effect=RuntimeError("closed"))), PeerDiedError, "a rank has died .*: closed$"),
+    ],
+    ids=["refused", "broken off"],
+)
+def test_error_of_an_adopted_group_says_whether_the_group_or_a_rank_is_at_fault(
+    begin: Callable[..., object], error: type[CommError], match: str
+) -> None:
+    group = Mock(rank=lambda: 1, size=lambda: 2, allgather=begin)
+    with pytest.raises(error, match=match):
+        bringup.store_over(group, 1)
 
 
 def test_adopted_group_is_free_again_after_a_failed_open(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from aiocomms.lowlevel import (
     buffers,
     clock,
     closed_on_exec,
+    gone,
     host_id,
     mac,
     reach_store,
@@ -179,6 +180,7 @@ def store_over(group: Any, timeout: float) -> Store:
 
     :raises ArgumentError: the group does not carry tensors on the CPU; or other hosts could reach the store, and the
         job has no token.
+    :raises PeerDiedError: a rank of the group has ended.
     :raises StoreLostError: rank 0 could not serve the store.
     """
     rank, size = group.rank(), group.size()
@@ -207,7 +209,11 @@ def _all_gather(group: Any, size: int, value: bytes) -> list[bytes]:
     mine = torch.frombuffer(bytearray(value.ljust(_HELLO, b"\0")), dtype=torch.uint8)
     outputs = [torch.empty_like(mine) for _ in range(size)]
     try:
-        group.allgather([outputs], [mine]).wait()
+        gathering = group.allgather([outputs], [mine])
     except RuntimeError as error:
         raise ArgumentError(f"the group to adopt cannot gather tensors on the cpu: {_first_line(error)}") from error
+    try:
+        gathering.wait()
+    except RuntimeError as error:
+        raise gone(None, _first_line(error)) from error
     return [bytes(output.tolist()).rstrip(b"\0") for output in outputs]

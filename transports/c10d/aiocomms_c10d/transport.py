@@ -283,10 +283,12 @@ class C10dTransport(Transport):
             if self._stopped:
                 return
             self._stopped = True
-            if self._abort_error is not None:
-                self._send_abort(self._abort_error)
-            if self._gloo is not None:
-                bringup.poison(self._gloo)
+            try:
+                if self._abort_error is not None:
+                    self._send_abort(self._abort_error)
+            finally:
+                if self._gloo is not None:
+                    bringup.poison(self._gloo)
 
     def _send_abort(self, error: CommError) -> None:
         frame = wire.pack_error(error, self._rank, self._agreement.disputed)
