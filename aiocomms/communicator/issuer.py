@@ -30,6 +30,9 @@ class Inside(checks.CheckedComm, Protocol):
     def lose(self, error: CommError) -> None:
         """End the communicator as lost on all ranks: this rank cannot do its part of a collective that has begun."""
 
+    def withdraw_all(self, of: str, which: Callable[[Op], bool]) -> None:
+        """See :meth:`aiocomms.core.posting.Posting.withdraw_all`."""
+
 
 class Issuer(Handle, ABC):
     """The part of a communicator that the classes of its methods use, such as ``PointToPoint``."""

@@ -114,6 +114,7 @@ class Window(Handle):
     def __init__(self, comm: Issuer, info: ops.WindowInfo, given: Any) -> None:
         self._comm = comm
         self._info, self._given = info, given
+        self._closing: Work[None] | None = None
         self._shortcuts = None
         if (shortcuts := comm._shortcuts) is not None and type(self) is Window:
             self._shortcuts = shortcuts.window(comm, info)
@@ -379,15 +380,23 @@ class Window(Handle):
     async def aclose(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
         """Close the window once all ranks' operations on it have ended. Collective. Idempotent.
 
+        Waits for signals that have not arrived are withdrawn, and raise :class:`CommClosedError`. A later call waits
+        for the end of the first one's close.
+
         :param timeout: the deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :raises CommError: the communicator is lost or closed.
         """
         if not self.closed:
-            await self._start_closing(timeout)
+            self._start_closing(timeout)
+        if self._closing is not None:
+            await self._closing
 
     def _start_closing(self, timeout: OpTimeout = COMM_TIMEOUT) -> Work[None]:
-        self._info.closed = True
-        return self._comm._issue(ops.WindowClose(self._info), timeout=timeout)
+        info = self._info
+        info.closed = True
+        self._comm._core.withdraw_all("the window", lambda op: isinstance(op, ops.WaitSignal) and op.window is info)
+        self._closing = self._comm._issue(ops.WindowClose(info), timeout=timeout)
+        return self._closing
 
     async def __aenter__(self) -> Self:
         return self

@@ -333,9 +333,7 @@ class Core(Posting):
             return
         assert self.life.closed is not None
         self.router.lane_aborts.close()
-        for work in self.in_flight:
-            if work.op.withdrawable and self.withdraw(work):
-                work.abandon(CommClosedError("the communicator was closed on this rank, and the op was withdrawn"))
+        self.withdraw_all("the communicator", lambda op: True)
         self.router.loopback.close()
         with anyio.move_on_after(CLOSE_GRACE):
             await self.in_flight.drained(but=ops.Send)

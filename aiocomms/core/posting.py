@@ -12,7 +12,7 @@ from typing import Any
 
 from aiocomms import ops
 from aiocomms.diagnosis.recorder import PEERS, Recorder
-from aiocomms.errors import CommError
+from aiocomms.errors import CommClosedError, CommError, as_reason
 from aiocomms.lowering.routing import Router
 from aiocomms.lowering.runs import Offload
 from aiocomms.lowlevel import clock
@@ -132,7 +132,7 @@ class Posting:
             if error is None:
                 work.complete()
             else:
-                failure = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
+                failure = error if isinstance(error, CommError) else CommError(as_reason(error))
                 work.fail(failure)
 
         call_in_thread(op.call, lambda error: self.driver.call_threadsafe(ended, error))
@@ -248,6 +248,16 @@ class Posting:
     def withdraw(self, work: Completion) -> bool:
         """Withdraw an unmatched receive or wait from its transport; return whether that was possible."""
         return self.router.withdraw(work)
+
+    def withdraw_all(self, of: str, which: Callable[[ops.Op], bool]) -> None:
+        """Withdraw unmatched receives and waits, because what they are of was closed.
+
+        :param of: what was closed, for their errors.
+        :param which: tells whether an op is to be withdrawn.
+        """
+        for work in self.in_flight:
+            if work.op.withdrawable and which(work.op) and self.withdraw(work):
+                work.abandon(CommClosedError(f"{of} was closed on this rank, and the op was withdrawn"))
 
     def collective(self, seq: int) -> int | None:
         """See :meth:`aiocomms.progress.work.Owner.collective`."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from aiocomms.communicator.communicator import Communicator
-from aiocomms.errors import CommAbortedError, CommTimeoutError, WorkCancelledError
+from aiocomms.errors import CommAbortedError, CommClosedError, CommTimeoutError, WorkCancelledError
 from aiocomms.testing.conformance.case import Case, ranks, window
 
 
@@ -106,6 +106,17 @@ async def test_cancelled_or_late_wait_signal_is_withdrawn(comm: Communicator, ca
         await win.wait_signal(0)
     await win.aclose()
     assert not comm.aborted
+
+
+@ranks(2)
+async def test_window_close_withdraws_pending_wait_signal(comm: Communicator, case: Case) -> None:
+    _, win = await window(comm, case, torch.int32, 1)
+    work = win.wait_signal(1 - comm.rank, timeout=None)
+    await win.aclose()
+    with pytest.raises(CommClosedError, match="the window was closed on this rank"):
+        await work
+    assert not await work.cancel()
+    await comm.barrier()
 
 
 @ranks(2)

@@ -99,6 +99,7 @@ void windows_signal() {
   office.windows.accept_signal(office.group, header);
   CHECK(office.outcomes().size() == 1);
   office.windows.wait_signal(office.operation(), 0, 1);
+  CHECK(office.windows.withdraw_wait(office.group, 7, 1, office.last_ticket) == nullptr);  // a closed window
   Request* withdrawn = office.windows.withdraw_wait(office.group, 0, 1, office.last_ticket);
   CHECK(withdrawn != nullptr);
   office.reports.withdraw();

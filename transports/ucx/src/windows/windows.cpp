@@ -376,6 +376,7 @@ void Windows::wait_signal(Operation* op, std::uint64_t window, int rank) {
 }
 
 Request* Windows::withdraw_wait(Group& group, std::uint64_t window, int rank, Ticket ticket) {
+  if (!group.windows.contains(window)) return nullptr;  // The window is closed.
   return part_of(group, window, rank).waits.take([&](const Request& wait) { return wait.ticket == ticket; });
 }
 
