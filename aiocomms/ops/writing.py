@@ -36,9 +36,12 @@ def _same_memory(tensor: Tensor) -> Tensor:
 
 
 def write(out: Tensor, source: Tensor) -> None:
-    """Copy the elements of ``source`` into ``out``, which may have another shape."""
+    """Copy the elements of ``source`` into ``out``, which may have another shape and may overlap it."""
+    data = source.detach()
+    if 0 < abs(out.data_ptr() - data.data_ptr()) < out.nbytes:
+        data = data.clone()
     with writing(out):
-        out.copy_(source.detach().view(out.shape))
+        out.copy_(data.view(out.shape))
 
 
 def note_copy(out: Tensor) -> None:
