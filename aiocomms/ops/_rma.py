@@ -183,9 +183,9 @@ class _Runs(_OnWindow, frozen=True, eq=False):
     def _check_runs(self, op: PutV | GetV, rank_name: str, rank: int, group: CheckedComm) -> None:
         self._check_target(rank_name, rank, group)
         self._check_dtype(op.tensor)
-        if type(op.count) is not int or op.count < 0:
+        if type(op.count) is not int or not 0 <= op.count < 2**63:
             raise ArgumentError(
-                f"count is {arguments.short(op.count)}, wanted the elements of a run: an int of at least 0"
+                f"count is {arguments.short(op.count)}, wanted the elements of a run: an int from 0 to 2**63 - 1"
             )
         places = (("offsets", op.offsets, self.window.sizes[rank]), ("starts", op.starts, op.tensor.numel()))
         for name, values, room in places:
