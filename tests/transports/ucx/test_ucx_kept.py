@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from concurrency import run_on, turns
+from concurrency import ranks, run_on, together, turns
 
 from aiocomms import Communicator, Work
 from aiocomms.errors import CommAbortedError, CommError
@@ -151,5 +151,51 @@ def test_aborted_or_withdrawn_op_releases_its_memory() -> None:
                 await works[0]
             await turns()
             tensor.resize_(8)
+
+    run_on("asyncio", main)
+
+
+@pytest.mark.parametrize("size", [1, 2], ids=["private", "shared"])
+def test_storage_of_an_open_window_cannot_be_resized(size: int) -> None:
+    async def main() -> None:
+        async with local_world(size, "ucx") as comms:
+            tensor = torch.zeros(COUNT)
+            windows = await ranks(comms, lambda comm: comm.new_window(tensor if comm.rank == 0 else torch.zeros(1)))
+            for count in (0, 2 * COUNT):
+                with pytest.raises(RuntimeError, match="not resizable"):
+                    tensor.untyped_storage().resize_(4 * count)
+            assert tensor.untyped_storage().is_shared() == (size > 1)
+            await windows[-1].put(torch.ones(1), 0)
+            await windows[-1].flush()
+            assert tensor[0] == 1
+            await together(*(window.aclose for window in windows))
+            if size == 1:
+                tensor.resize_(COUNT + 1)
+
+    run_on("asyncio", main)
+
+
+@pytest.mark.parametrize("move", ["data", "set_"])
+def test_moved_memory_stays_alive_until_the_window_is_closed(move: str) -> None:
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            tensor, owner = owned()
+            windows = await ranks(comms, lambda comm: comm.new_window(tensor if comm.rank == 0 else torch.zeros(1)))
+            if move == "data":
+                tensor.data = torch.zeros(1)
+            else:
+                tensor.set_(torch.zeros(1).untyped_storage())
+            gc.collect()
+            assert owner() is not None
+            for window in windows:
+                await window.put(torch.full((2,), 7.0), 0, offset=1)
+                await window.flush()
+                assert (await window.get(torch.ones(4), 0)).tolist() == [0, 7, 7, 0]
+            await together(*(window.aclose for window in windows))
+            del window
+            windows.clear()
+            await turns()
+            gc.collect()
+            assert owner() is None
 
     run_on("asyncio", main)

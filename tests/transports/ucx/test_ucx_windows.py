@@ -175,6 +175,20 @@ def test_new_window_does_not_move_memory_of_another_window() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.deterministic
+def test_part_without_elements_is_mapped_too() -> None:
+    async def main() -> None:
+        async with local_world(2, "ucx") as (one, two):
+            windows = await asyncio.gather(one.new_window(torch.zeros(4)), two.new_window(torch.zeros(0, 3)))
+            for window in windows:
+                assert [window.mapped(rank) for rank in (0, 1)] == [True, True]
+                assert (await window.map_remote_tensor(1)).shape == (0, 3)
+                await window.put(torch.zeros(0), 1)
+            await asyncio.gather(*(window.aclose() for window in windows))
+
+    asyncio.run(main())
+
+
 async def put_more_than_a_slice(place: Rank) -> None:
     """Puts that are called one upon the other, of which the engine's thread copies the later ones; a small one last."""
     rank, peer, count, blocks = place.rank, 1 - place.rank, 2**16, 128

@@ -140,7 +140,7 @@ class SharedMatcher:
         records = [calls[r][0] for r in range(self.size)]
         value: Any = OP_RESULT
         if isinstance(op, ops.WindowOpen):
-            value = LocalWindow([record.tensor for record in records])
+            value = LocalWindow([record.tensor.detach() for record in records])
             self._windows.append(value)
         elif isinstance(op, ops.WindowClose):
             self._windows.remove(op.window.handle)

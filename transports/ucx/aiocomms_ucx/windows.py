@@ -12,13 +12,13 @@ from typing import Any, Final
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from aiocomms import ops
 from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
 from aiocomms.lowlevel import ControlCodec, buffers, gone, in_use, register
 from aiocomms.transport import Completion
-from aiocomms_ucx._engine import map_memory
+from aiocomms_ucx._engine import Kept, map_memory
 from aiocomms_ucx.collectives import FORMS
 from aiocomms_ucx.member import Member
 from aiocomms_ucx.status import has_ended
@@ -51,12 +51,14 @@ class WindowHandle:
 
     def __init__(self, number: int, tensor: Tensor) -> None:
         self.number = number
-        self.tensor = tensor
+        self.tensor = tensor.detach()  # The program may give its own tensor other memory.
         self.itemsize = tensor.element_size()
         self.mapped: dict[int, Tensor] = {}
         """The parts whose memory this process maps, by rank."""
         self.exchange: tuple[Tensor, Tensor] | None = None
         """This rank's record and all ranks' records, while the window opens."""
+        self.kept: Kept | None = None
+        """The object that keeps this rank's part in place; None before the window opens, and when it is closed."""
 
 
 class Windows:
@@ -182,8 +184,9 @@ class Windows:
         self._opened += 1
         handle = WindowHandle(number, tensor)
         try:
-            mine = _record(self._describe(number, tensor), self.record)
+            mine = _record(self._describe(number, handle.tensor), self.record)
         finally:  # the memory is in use from now on
+            handle.kept = Kept([handle.tensor])
             self._handles[number] = handle
         theirs = buffers.empty(transport.size, self.record, dtype=torch.uint8, device="cpu")
         handle.exchange = mine, theirs
@@ -214,12 +217,18 @@ class Windows:
             return -1
         # A storage that is shared by name, which is not torch's default strategy, is moved again.
         stays = storage.is_shared() and torch.multiprocessing.get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
-        if not stays and (not storage.resizable() or in_use(storage)):
+        free = storage.resizable() and not in_use(storage)
+        if not stays and not free:
             return -1
         try:
-            return int(storage._share_fd_cpu_()[0])
+            shared, nbytes = storage._share_fd_cpu_()
+            if free and hasattr(storage, "_swap_data_ptr_"):
+                # Torch refuses to resize such a storage. A resize would free the memory.
+                storage._swap_data_ptr_(UntypedStorage._new_shared_fd_cpu(shared, nbytes))  # type: ignore[attr-defined]
+                shared, _ = storage._share_fd_cpu_()
         except RuntimeError:  # there is no memory
             return -1
+        return int(shared)
 
     def _opened_everywhere(self, work: Completion) -> None:
         handle = self._opening.pop(id(work))
@@ -267,12 +276,16 @@ class Windows:
         transport, dtype = self._transport, handle.tensor.dtype
         if rank == transport.rank:
             return handle.tensor
-        if transport.far(rank) or part.shared < 0 or part.itemsize != handle.itemsize:
+        count = torch.Size(part.shape).numel()
+        if transport.far(rank) or part.itemsize != handle.itemsize:
+            return None
+        if not count:
+            return buffers.empty(*part.shape, dtype=dtype, device=handle.tensor.device)
+        if part.shared < 0:
             return None
         fd = os.open(f"/proc/{transport.pids[rank]}/fd/{part.shared}", os.O_RDWR | os.O_CLOEXEC)
         try:
             status = os.fstat(fd)
-            count = torch.Size(part.shape).numel()
             if (
                 not stat.S_ISREG(status.st_mode)
                 or status.st_uid != os.geteuid()
@@ -310,6 +323,7 @@ class Windows:
         transport = self._transport
         if self._handles.pop(handle.number, None) is not None:
             transport.engine.close_window(transport.group, handle.number)
+            handle.kept = None
             self._let_go(handle)
 
     def _let_go(self, handle: WindowHandle) -> None:
