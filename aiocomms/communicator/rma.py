@@ -14,10 +14,11 @@ from aiocomms import ops
 from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, as_int
 from aiocomms.communicator.issuer import Issuer
 from aiocomms.cuda import crossing
-from aiocomms.errors import CommError, MismatchError
+from aiocomms.errors import CommAbortedError, CommError, MismatchError, as_reason
 from aiocomms.lowering.shortcuts import give_methods
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import TensorLike, buffers, checks
+from aiocomms.ops.modes import unaffected
 from aiocomms.progress.work import Work
 
 Given = TypeVar("Given", bound=TensorLike)
@@ -35,6 +36,8 @@ class OneSided(Issuer):
         :returns: the window, once every rank's part is open.
         :raises ArgumentError: the tensor cannot be opened; nothing was sent.
         :raises MismatchError: the ranks' dtypes differ; the communicator stays usable.
+        :raises CommAbortedError: the call was cancelled on another rank. A cancelled call loses the communicator,
+            because the other ranks may have the window, and would wait for its close.
         :raises UnsupportedOperation: no transport of this communicator has RMA.
         """
         return await self._begin_window(tensor, timeout)
@@ -48,8 +51,9 @@ class OneSided(Issuer):
         """
         works: list[Work[Any]] = [self._issue_in_order(ops.WindowOpen(tensor), timeout=timeout)]
         name = f"window {next(self._core.recorder.window_numbers)}" if name is None else name
-        # The record of the op has the tensor over the memory of an array.
-        memory = cast("ops.WindowOpen", works[0].op).tensor
+        # The record of the op has the tensor over the memory of an array. The window stays on this memory, even if the
+        # program gives its tensor other memory.
+        memory = unaffected(cast("ops.WindowOpen", works[0].op).tensor.detach)()
         mine = buffers.int64([memory.numel(), sorted(map(str, checks.DTYPES)).index(str(memory.dtype))], device="cpu")
         table = buffers.empty(self.size, 2, dtype=torch.int64, device=self.device)
         with self._all_or_none(works):
@@ -84,16 +88,22 @@ class OneSided(Issuer):
 
     @contextlib.contextmanager
     def _all_or_none(self, works: Sequence[Work[Any]]) -> Iterator[None]:
-        """Lose the communicator if a part of the opening fails: other ranks may have the window, and wait."""
+        """Lose the communicator if the opening fails or is cancelled: other ranks may have the window, and wait."""
         try:
             yield
-        except CommError as error:
+        except BaseException as error:
             for work in works:
                 if work.done():
                     work.exception()  # This call marks the error as seen: new_window raises it.
-            failure = error.within("new_window", works[0].seq)
+            if isinstance(error, CommError):
+                cause = error
+            elif isinstance(error, Exception):
+                cause = CommError(f"new_window failed: {as_reason(error)}")
+            else:
+                cause = CommAbortedError("new_window was cancelled")
+            failure = cause.within("new_window", works[0].seq)
             self._core.lose(failure)
-            raise failure from failure.__cause__
+            raise (failure if cause is error else error) from failure.__cause__
 
 
 class Window(Handle):
