@@ -96,9 +96,8 @@ class Groups:
             parent, options = self._transports[family], self._plan.options
             if cls.split_nobody is Transport.split_nobody:
                 return await parent.split(rendezvous, members, options)
-            return await cls.open(
-                rendezvous, options
-            )  # A split of this class would need all ranks of the communicator.
+            # A split of this class would need all ranks of the communicator.
+            return await cls.open(rendezvous, options)
 
         return await open_transports(self._plan, opened)
 

@@ -70,6 +70,9 @@ def all_reduce(comm: blocking.Communicator, tensor: Tensor, number: int, timeout
     for rank, other in enumerate(kinds):
         if other != kinds[0]:
             raise MismatchError(f"all_reduce of a sparse tensor: rank 0 has {kinds[0]}, and rank {rank} has {other}")
+    room = given.shape[: given.sparse_dim()].numel()
+    if not 0 <= min(counts) <= max(counts) <= room:
+        raise MismatchError(f"ranks have {counts} elements, where a tensor of this shape has room for {room}")
     indices = _gathered(lane, given.indices().t(), counts)
     values = _gathered(lane, given.values(), counts)
     parts = [
