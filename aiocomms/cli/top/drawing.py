@@ -90,14 +90,19 @@ def _table(group: TopGroup, frame: TopFrame) -> Table:
     return table
 
 
+def _add(table: Table, *cells: str) -> None:
+    """Add a row of plain text. In a ``str``, rich takes brackets for markup."""
+    table.add_row(*map(Text, cells))
+
+
 def _plans(group: TopGroup) -> Iterator[Table]:
     """Yield the table of a service's plans under way, if there are any: their age and the state of each rank."""
     table = _empty(("plan", "age", "where it is"), ("where it is",))
     plans = list(group.plans())
     for number, age, where in plans[:_SHOWN]:
-        table.add_row(str(number), f"{age:.1f} s", where)
+        _add(table, str(number), f"{age:.1f} s", where)
     if len(plans) > _SHOWN:
-        table.add_row("", "", f"and {len(plans) - _SHOWN} more")
+        _add(table, "", "", f"and {len(plans) - _SHOWN} more")
     if table.rows:
         yield table
 
@@ -110,9 +115,9 @@ def _streams(group: TopGroup, frame: TopFrame) -> Iterator[Table]:
         for each in streams[:_SHOWN]:
             shares = [f"{share:.0%}" for share in frame.blocked[place_of(sight), each.number]]
             counts = f"{each.sent:,}", f"{each.received:,}", f"{each.queued} of {each.capacity}"
-            table.add_row(str(rank), each.words, str(each.peer), *counts, _size(each.queued_bytes), *shares)
+            _add(table, str(rank), each.words, str(each.peer), *counts, _size(each.queued_bytes), *shares)
         if len(streams) > _SHOWN:
-            table.add_row(str(rank), f"and {len(streams) - _SHOWN} more")
+            _add(table, str(rank), f"and {len(streams) - _SHOWN} more")
     if table.rows:
         yield table
 

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,8 +23,8 @@ import torch
 from processes import PATIENCE, Rank, Run
 
 from aiocomms.cli import main
-from aiocomms.cli.top import looking
-from aiocomms.cli.top.looking import Top
+from aiocomms.cli.top import drawing, looking
+from aiocomms.cli.top.looking import Top, TopFrame
 from aiocomms.diagnosis.live import PREFIX, Sight, listeners
 from aiocomms.testing import local_world
 
@@ -272,6 +273,24 @@ def test_top_notes_invisible_ranks_and_lost_communicators() -> None:
             assert group.waits() == ["lost: aborted by rank 1: enough"]
 
     asyncio.run(main())
+
+
+def test_top_shows_brackets_in_names(capsys) -> None:
+    """In rich, ``[/b]`` in a plain string is markup, here an invalid one."""
+
+    async def main() -> None:
+        async with local_world(2, name="pair [/b]") as world:
+            streams = [comm.open_stream(1 - comm.rank, name="tokens [/b] [0]") for comm in world]
+            opened = await asyncio.gather(*streams)
+            frame = TopFrame(looking._groups(sights(*world)), ["a note [/b]"], {}, defaultdict(lambda: (0.0, 0.0)))
+            drawing.show(frame)
+            for stream in opened:
+                await stream.aclose()
+
+    asyncio.run(main())
+    shown = capsys.readouterr().out
+    for words in ("communicator 'pair [/b]'", "tokens [/b] [0]", "a note [/b]"):
+        assert words in shown
 
 
 def test_top_rates_count_ops_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
