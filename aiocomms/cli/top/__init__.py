@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -11,7 +10,7 @@ from aiocomms.cli.top.looking import Top, TopFrame
 
 
 def run(target: int | None, *, once: bool, interval: float, name: str = "*") -> int:
-    """Show frames on a terminal until Ctrl-C or the end of the process; elsewhere show one frame.
+    """Show frames on a terminal until Ctrl-C or the end of the process; elsewhere, and for ``TERM=dumb``, show one.
 
     :param target: the pid of a process; None for all processes of this user.
     :param once: whether to show only one frame on a terminal.
@@ -22,10 +21,10 @@ def run(target: int | None, *, once: bool, interval: float, name: str = "*") -> 
     """
     if find_spec("rich") is None:
         raise ValueError("it needs rich: pip install 'aiocomms[top]'")
-    from aiocomms.cli.top.drawing import show, watch
+    from aiocomms.cli.top.drawing import redraws, show, watch
 
     top = Top(target, name)
-    if not once and sys.stdout.isatty():
+    if not once and redraws():
         watch(_frames(top, interval))
         return 0
     top.look()

@@ -41,12 +41,19 @@ def show(frame: TopFrame) -> None:
         print(line.rstrip())
 
 
+def redraws() -> bool:
+    """Return whether the output is a terminal that can show frames in one place. A closed terminal is none."""
+    return sys.stdout.isatty() and not Console().is_dumb_terminal
+
+
 def watch(frames: Iterable[TopFrame]) -> None:
-    """Show frames one after the other in one place of the terminal, until Ctrl-C or the last frame, which stays."""
+    """Show frames in one place of the terminal until Ctrl-C, its end, or the last frame, which stays."""
     with Live(auto_refresh=False, vertical_overflow="crop") as screen:
         try:
             for frame in frames:
                 screen.update(drawn(frame), refresh=True)
+                if not redraws():  # rich draws nothing then.
+                    break
         except KeyboardInterrupt:  # Ctrl-C ends a view that has no end.
             pass
 

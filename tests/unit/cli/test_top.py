@@ -15,6 +15,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 
 import msgspec
@@ -273,6 +274,36 @@ def test_top_notes_invisible_ranks_and_lost_communicators() -> None:
             assert group.waits() == ["lost: aborted by rank 1: enough"]
 
     asyncio.run(main())
+
+
+class Terminal(StringIO):
+    """A terminal that is closed after some frames."""
+
+    left = 3
+
+    def isatty(self) -> bool:
+        return self.left > 0
+
+
+def test_top_ends_when_its_terminal_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout", terminal := Terminal())
+
+    def frames() -> Iterator[TopFrame]:
+        for _ in range(9):
+            terminal.left -= 1
+            yield TopFrame([], [f"{terminal.left} left"], {}, {})
+
+    drawing.watch(frames())
+    assert terminal.left == 0
+    assert "1 left" in terminal.getvalue()
+
+
+def test_top_shows_one_frame_on_a_terminal_that_cannot_redraw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr("sys.stdout", terminal := Terminal())
+    assert main(["top", "all", "--interval", "0.05"]) == 0
+    assert terminal.getvalue()
 
 
 def test_top_shows_brackets_in_names(capsys) -> None:
