@@ -52,7 +52,7 @@ def watch(frames: Iterable[TopFrame]) -> None:
         try:
             for frame in frames:
                 screen.update(drawn(frame), refresh=True)
-                if not redraws():  # rich draws nothing then.
+                if not redraws():  # In this case rich draws nothing.
                     break
         except KeyboardInterrupt:  # Ctrl-C ends a view that has no end.
             pass

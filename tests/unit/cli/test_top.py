@@ -307,7 +307,7 @@ def test_top_shows_one_frame_on_a_terminal_that_cannot_redraw(monkeypatch: pytes
 
 
 def test_top_shows_brackets_in_names(capsys) -> None:
-    """In rich, ``[/b]`` in a plain string is markup, here an invalid one."""
+    """Rich takes ``[/b]`` in a plain string for markup, here an invalid one."""
 
     async def main() -> None:
         async with local_world(2, name="pair [/b]") as world:
