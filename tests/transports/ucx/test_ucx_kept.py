@@ -175,6 +175,20 @@ def test_storage_of_an_open_window_cannot_be_resized(size: int) -> None:
     run_on("asyncio", main)
 
 
+def test_shared_memory_stays_in_place_when_a_window_opens() -> None:
+    """Another thread may use it at this moment."""
+
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            tensors = [torch.zeros(COUNT).share_memory_() for _ in comms]
+            places = [tensor.data_ptr() for tensor in tensors]
+            windows = await ranks(comms, lambda comm: comm.new_window(tensors[comm.rank]))
+            assert [tensor.data_ptr() for tensor in tensors] == places
+            await together(*(window.aclose for window in windows))
+
+    run_on("asyncio", main)
+
+
 @pytest.mark.parametrize("move", ["data", "set_"])
 def test_moved_memory_stays_alive_until_the_window_is_closed(move: str) -> None:
     async def main() -> None:

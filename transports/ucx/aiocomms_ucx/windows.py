@@ -217,12 +217,11 @@ class Windows:
             return -1
         # A storage that is shared by name, which is not torch's default strategy, is moved again.
         stays = storage.is_shared() and torch.multiprocessing.get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
-        free = storage.resizable() and not in_use(storage)
-        if not stays and not free:
+        if not stays and (not storage.resizable() or in_use(storage)):
             return -1
         try:
             shared, nbytes = storage._share_fd_cpu_()
-            if free and hasattr(storage, "_swap_data_ptr_"):
+            if not stays and hasattr(storage, "_swap_data_ptr_"):
                 # Torch refuses to resize such a storage. A resize would free the memory.
                 storage._swap_data_ptr_(UntypedStorage._new_shared_fd_cpu(shared, nbytes))  # type: ignore[attr-defined]
                 shared, _ = storage._share_fd_cpu_()
