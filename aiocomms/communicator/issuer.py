@@ -30,6 +30,9 @@ class Inside(checks.CheckedComm, Protocol):
     def lose(self, error: CommError) -> None:
         """End the communicator as lost on all ranks: this rank cannot do its part of a collective that has begun."""
 
+    def demand_thread(self, what: str) -> None:
+        """See :meth:`aiocomms.core.core.Core.demand_thread`."""
+
     def withdraw_all(self, of: str, which: Callable[[Op], bool]) -> None:
         """See :meth:`aiocomms.core.posting.Posting.withdraw_all`."""
 

@@ -403,6 +403,7 @@ class Window(Handle):
 
     def _start_closing(self, timeout: OpTimeout = COMM_TIMEOUT) -> Work[None]:
         info = self._info
+        self._comm._core.demand_thread("close_window")
         info.closed = True
         self._comm._core.withdraw_all("the window", lambda op: isinstance(op, ops.WaitSignal) and op.window is info)
         self._closing = self._comm._issue(ops.WindowClose(info), timeout=timeout)
