@@ -129,15 +129,15 @@ class Arrival:
         return key
 
     @store_errors()
-    def repeated(self) -> bool:
-        """Return whether a rank of the meeting has arrived again, and so has left the meeting. Blocks.
+    def repeated(self) -> list[int]:
+        """Return the ranks of the meeting that have arrived again since. Blocks.
 
         Rank 0 looks at all ranks, and the other ranks look at rank 0.
         """
         records = self._store.multi_get([f"came/{rank}" for rank in self._met])
-        return any(self._has_left(rank, record) for rank, record in zip(self._met, records, strict=True))
+        return [rank for rank, record in zip(self._met, records, strict=True) if self._is_new(rank, record)]
 
-    def _has_left(self, rank: int, record: bytes) -> bool:
+    def _is_new(self, rank: int, record: bytes) -> bool:
         try:
             return self._seal.verify("came", rank, record)[:_LENGTH] != self._met[rank].encode()
         except ProtocolError:  # AuthError is a ProtocolError: the record is a stranger's.

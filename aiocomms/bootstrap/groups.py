@@ -9,7 +9,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import anyio
 
@@ -21,6 +21,9 @@ from aiocomms.errors import ArgumentError, CommAbortedError, CommError, CommTime
 from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.ops import Family
 from aiocomms.transport import Transport
+
+_FORMED: Final = "formed"
+"""The key under which a member tells that it has formed the group, before it arrives for the next one."""
 
 
 class Formed(NamedTuple):
@@ -42,9 +45,12 @@ class Groups:
         self._rendezvous, self._plan, self._transports = rendezvous, plan, transports
         self._forming: dict[str, anyio.CancelScope] = {}
         self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._formed: dict[str, StoreRendezvous] = {}
+        """The last meeting of each list and name that has formed a group."""
 
     def end(self, _reason: object = None) -> None:
         """Give up the groups that are forming, because the communicator is lost or closed."""
+        self._formed.clear()
         for scope in self._forming.values():
             scope.cancel()
 
@@ -65,7 +71,10 @@ class Groups:
         with anyio.CancelScope() as scope:
             self._forming[own] = scope
             try:
+                await self._tell_formed(own)
                 rendezvous, transports = await self._form(place, members, self._turns[own])
+                if size > 1:
+                    self._formed[own] = copy.copy(rendezvous)  # The group's communicator releases its own copy.
             except CommError as error:
                 raise error.about(comm=name, op="create_group", rank=rank) from error.__cause__
             finally:
@@ -73,6 +82,15 @@ class Groups:
             rendezvous.timeout = seconds
             return Formed(rendezvous, self._plan, transports)
         return None
+
+    async def _tell_formed(self, own: str) -> None:
+        """Tell the members that still form the last group of a list and name that this rank has formed it.
+
+        A member that arrives again without this has given up.
+        """
+        if (last := self._formed.get(own)) is not None:
+            with contextlib.suppress(StoreLostError):
+                await run_in_thread(partial(last.tell, _FORMED, b"1"))
 
     async def _form(
         self, place: StoreRendezvous, members: Sequence[int], turn: threading.Lock
@@ -83,7 +101,7 @@ class Groups:
             arrival = await rendezvous.meet(turn)
             opening = self._open(rendezvous, members)
             try:
-                return rendezvous, await formed(rendezvous, opening, partial(_left, arrival))
+                return rendezvous, await formed(rendezvous, opening, partial(_left, rendezvous, arrival))
             except FORMS_AGAIN as error:
                 if await _is_over(rendezvous, arrival):
                     continue
@@ -102,14 +120,16 @@ class Groups:
         return await open_transports(self._plan, opened)
 
 
-def _left(arrival: Arrival | None) -> CommError | None:
-    """Return an error if a member has left the meeting of an arrival. Blocks."""
-    again = arrival is not None and arrival.repeated()
-    return CommAbortedError("another member has given up this attempt, and has called again") if again else None
+def _left(rendezvous: StoreRendezvous, arrival: Arrival | None) -> CommError | None:
+    """Return an error if a member has given up the meeting of an arrival, and has arrived again. Blocks."""
+    again = [] if arrival is None else arrival.repeated()
+    if all(rendezvous.told(_FORMED, rank) for rank in again):
+        return None
+    return CommAbortedError("another member has given up this attempt, and has called again")
 
 
 async def _is_over(rendezvous: StoreRendezvous, arrival: Arrival | None) -> bool:
-    """Return whether a member has left the meeting of an arrival, and there is time for another meeting."""
+    """Return whether a member has given up the meeting of an arrival, and there is time for another meeting."""
     with anyio.move_on_after(max(0.0, rendezvous.left())), contextlib.suppress(StoreLostError):
-        return arrival is not None and await run_in_thread(arrival.repeated)
+        return await run_in_thread(partial(_left, rendezvous, arrival)) is not None
     return False

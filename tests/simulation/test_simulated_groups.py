@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 from aiocomms_net import NetTransport
 from repeating import repeated
 
 import aiocomms
 from aiocomms.errors import ArgumentError, CommAbortedError, CommClosedError, CommError, CommTimeoutError, PeerDiedError
-from aiocomms.testing.simulation import here
+from aiocomms.testing import here, simulate
 from aiocomms.transport import Rendezvous
 
 pytestmark = pytest.mark.deterministic
@@ -146,3 +147,25 @@ async def call_twice_at_once() -> None:
 
 def test_second_call_for_a_group_that_forms_is_refused() -> None:
     repeated(call_twice_at_once, 3, seed=1)
+
+
+async def form_at_once() -> None:
+    """Form groups of one name in a row, while rank 0 stands still at times."""
+    async with aiocomms.new_comm(timeout=60) as comm:
+        if comm.rank == 0:
+            for _ in range(6):
+                later = asyncio.get_running_loop().call_later
+                later(random.random() * 0.8, lambda: here().world.pause(0, 0.05 + 0.2 * random.random()))
+        groups = [await comm.create_group([0, 1], "g", timeout=20) for _ in range(4)]
+        for number, group in enumerate(groups):
+            if comm.rank == 0:
+                await group.send(torch.tensor([number]), 1)
+            else:
+                assert await group.recv(torch.zeros(1, dtype=torch.int64), 0) == number
+        for group in groups:
+            await group.aclose()
+
+
+@pytest.mark.parametrize(("latency", "seed"), [(0.02, 43), (0.1, 2), (0.1, 5)])
+def test_member_that_forms_the_next_group_has_not_given_up_the_last_one(latency: float, seed: int) -> None:
+    simulate(form_at_once, ranks=2, seed=seed, latency=(0.001, latency))
