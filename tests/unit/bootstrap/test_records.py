@@ -255,9 +255,9 @@ def test_ranks_of_a_meeting_notice_that_one_of_them_has_arrived_again():
     store.set("came/1", "the record of a stranger")
     assert not any(arrival.repeated() for arrival, _ in met)
     next(arriving(store, 2, 3)[1])
-    assert [arrival.repeated() for arrival, _ in met] == [True, False, False]
+    assert [arrival.repeated() for arrival, _ in met] == [[2], [], []]
     next(arriving(store, 0, 3)[1])
-    assert [arrival.repeated() for arrival, _ in met] == [True, True, True]
+    assert [arrival.repeated() for arrival, _ in met] == [[0, 2], [0], [0]]
 
 
 def test_arrival_that_was_given_up_writes_nothing_after_the_next_one():

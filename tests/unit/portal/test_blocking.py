@@ -342,6 +342,7 @@ one.close(); two.close()
 
 
 @pytest.mark.real
+@pytest.mark.search
 def test_child_that_is_forked_on_the_loops_thread_is_refused():
     program = """
 import asyncio
