@@ -227,6 +227,14 @@ def pair():
     form(0)
     thread.join()
     return comms
+def end_child(*calls):  # makes calls in a forked child, prints how each of them ends, and ends the child
+    for call in calls:
+        try:
+            call()
+            print("returned", flush=True)
+        except Exception as error:
+            print(type(error).__name__, "after a fork" in str(error), flush=True)
+    os._exit(0)
 started = pending.Pending._block
 def waiting():  # says so when the main thread waits, and not before
     def _block(self, patience):
@@ -324,13 +332,7 @@ one, two = pair()
 work = one.recv(torch.zeros(1), 1)
 child = os.fork()
 if not child:
-    for call in (work.wait, work.cancel, one.barrier, lambda: one.split([0]), two.close, one.close):
-        try:
-            call()
-            print("returned", flush=True)
-        except Exception as error:
-            print(type(error).__name__, "after a fork" in str(error), flush=True)
-    os._exit(0)
+    end_child(work.wait, work.cancel, one.barrier, lambda: one.split([0]), two.close, one.close)
 os.waitpid(child, 0)
 two.send(torch.ones(1), 0)
 assert work.wait().item() == 1
@@ -355,13 +357,7 @@ async def main():
         child = os.fork()
         if not child:
             split, lost = lambda: portal.split([0]), lambda: portal.lost(timeout=1)
-            for call in (work.wait, split, lost, window.close, portal.close):
-                try:
-                    call()
-                    print("returned", flush=True)
-                except Exception as error:
-                    print(type(error).__name__, "after a fork" in str(error), flush=True)
-            os._exit(0)
+            end_child(work.wait, split, lost, window.close, portal.close)
         os.waitpid(child, 0)
         await asyncio.to_thread(window.close)
 asyncio.run(main())
