@@ -20,8 +20,9 @@ from torch.distributed import DistStoreError, TCPStore
 from aiocomms.bootstrap import stores
 from aiocomms.bootstrap.stores import connect_store
 from aiocomms.errors import ArgumentError, AuthError, ProtocolError, StoreLostError
+from aiocomms.lowlevel.jobstore import JobStore
 from aiocomms.lowlevel.stores import reach_store
-from aiocomms.lowlevel.storeserver import LONGEST
+from aiocomms.lowlevel.storeserver import LENGTH, LONGEST
 
 pytestmark = pytest.mark.real
 
@@ -463,9 +464,14 @@ def test_client_with_a_malformed_request_is_disconnected(port, request_):
     assert store.get("key") == b"value"
 
 
-def test_client_refuses_a_request_that_the_server_would_not_read(port):
-    store, peer = rank0(port), client(port)
+@pytest.mark.deterministic
+def test_client_refuses_a_request_that_the_server_would_not_read():
+    mine, server = socket.socketpair()
+    store = JobStore("127.0.0.1", 1, mine, timeout=HANGS)
     with pytest.raises(DistStoreError, match=f"wanted at most {LONGEST}"):
-        peer.set("key", bytes(LONGEST))
-    peer.set("key", "value")
-    assert store.get("key") == b"value"
+        store.set("key", bytes(LONGEST))
+    server.sendall(LENGTH.pack(1) + b"\xc0")  # the answer None
+    store.set("key", "value")
+    request = b"\x93\xa3set\xa3key\xc4\x05value"
+    assert server.recv(2 * len(request)) == LENGTH.pack(len(request)) + request
+    server.close()
