@@ -28,7 +28,7 @@ from aiocomms.bootstrap.early import MARKS, has_met
 from aiocomms.bootstrap.launchers import Launch, read_environment
 from aiocomms.bootstrap.records import append, believed, fetch, listed
 from aiocomms.bootstrap.stores import connect_store
-from aiocomms.errors import CommAbortedError, ProtocolError
+from aiocomms.errors import CommAbortedError, ProtocolError, as_reason
 from aiocomms.lowlevel import failures
 from aiocomms.lowlevel.auth import Seal, read_token
 from aiocomms.lowlevel.control import ControlCodec
@@ -145,7 +145,7 @@ def tell(error: Exception) -> None:
     launch = read_environment(os.environ)
     if launch is None or launch.size == 1 or failures.is_caused(error) or _helps(launch):
         return
-    thread = threading.Thread(target=_reach, args=(launch, f"{type(error).__name__}: {error}"), daemon=True)
+    thread = threading.Thread(target=_reach, args=(launch, as_reason(error)), daemon=True)
     thread.start()
     thread.join(PATIENCE)
 

@@ -341,6 +341,6 @@ class Worker(Handle):
         texts = ["", ""]
         if error is not None:
             raised = ["".join(format_exception_only(error)).strip(), "".join(format_exception(error))]
-            texts = [text.encode(errors="backslashreplace").decode() for text in raised]
+            texts = [as_reason(text) for text in raised]
         self._tell([0], plan.number, *texts, plan.in_step())
         del self._plans[plan.number]

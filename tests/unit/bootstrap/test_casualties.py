@@ -225,10 +225,15 @@ class Called:
         pass
 
 
-def test_tell_sends_the_rank_and_its_exception(reached: list[tuple[Launch, str]]) -> None:
-    casualties.tell(KeyError("batch"))
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(KeyError("batch"), "KeyError: 'batch'"), (ValueError("\udcff"), "ValueError: \\udcff")],
+    ids=["plain", "no UTF-8"],
+)
+def test_tell_sends_the_rank_and_its_exception(reached: list[tuple[Launch, str]], error: Exception, text: str) -> None:
+    casualties.tell(error)
     ((launch, what),) = reached
-    assert (launch.rank, what) == (1, "KeyError: 'batch'")
+    assert (launch.rank, what) == (1, text)
 
 
 def test_failure_of_another_rank_is_not_reported_again(reached: list[tuple[Launch, str]]) -> None:
