@@ -24,7 +24,7 @@ def _reducible(op: ReduceOp, tensor: Tensor) -> None:
         raise UnsupportedOperation(f"op {op} is not defined for dtype {tensor.dtype}, wanted one of {wanted}")
 
 
-class _InPlace(Op, frozen=True, eq=False):
+class InPlace(Op, frozen=True, eq=False):
     tensor: AsTensor
 
     def result(self) -> Tensor:
@@ -34,7 +34,7 @@ class _InPlace(Op, frozen=True, eq=False):
         return [("tensor", self.tensor)]
 
 
-class _OnAll(_InPlace, frozen=True, eq=False):
+class _OnAll(InPlace, frozen=True, eq=False):
     if TYPE_CHECKING:  # mypy takes no descriptor from a base
         tensor: AsTensor
     op: ReduceOp
@@ -75,7 +75,7 @@ class Exscan(Scan, frozen=True, eq=False):
     own = False
 
 
-class Reduce(_InPlace, frozen=True, eq=False):
+class Reduce(InPlace, frozen=True, eq=False):
     """The op in which the root's ``tensor`` receives the reduction of all ranks' tensors.
 
     The tensors of other ranks do not change.
@@ -96,7 +96,7 @@ class Reduce(_InPlace, frozen=True, eq=False):
         return (self.name, self.root, str(self.op), self.tensor.dtype, tuple(self.tensor.shape))
 
 
-class Broadcast(_InPlace, frozen=True, eq=False):
+class Broadcast(InPlace, frozen=True, eq=False):
     """The op in which every rank's ``tensor`` receives a copy of the root's ``tensor``."""
 
     name = kind = "broadcast"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aiocomms.ops._base import Op
-from aiocomms.ops._reducing import Broadcast
+from aiocomms.ops._reducing import Broadcast, InPlace
 
 
 def _one_by_one(tensors: Sequence[Tensor]) -> None:
@@ -35,6 +35,11 @@ def note_writes(op: Op, rank: int) -> None:
     Autograd compares the versions, and then refuses a gradient that needs an old value. All views of one tensor share a
     version. Only torch's own operations increase the version by themselves.
     """
-    written = op.writes()
-    if written and (type(op) is not Broadcast or op.root != rank):
-        _increment_versions([tensor for _, tensor in written])
+    if not isinstance(op, InPlace):
+        written = [tensor for _, tensor in op.writes()]
+    elif type(op) is Broadcast and op.root == rank:
+        return
+    else:
+        written = [op.tensor]
+    if written:
+        _increment_versions(written)
