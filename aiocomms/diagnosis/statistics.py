@@ -80,7 +80,7 @@ class Statistics(msgspec.Struct, frozen=True):
     """Seconds for which the oldest pending op, except standing receives, has been under way; None: there is none."""
     silence: Mapping[int, float]
     """Seconds without a sign of life of each other rank. The heartbeat measures them only while ops are pending, about
-    every 0.4 s. The mapping is empty if no op was pending recently, or no transport can measure."""
+    once a second. The mapping is empty if no op was pending recently, or no transport can measure."""
     shared_memory: int | None
     """Bytes of memory that the transports share with other processes of this host; None: unknown."""
     streams: Sequence[StreamStatistics] = ()

@@ -14,7 +14,7 @@ from aiocomms.errors import CommError, gone
 from aiocomms.progress.guard import guarded
 from aiocomms.transport import Transport
 
-_LONGEST_PERIOD: Final = 0.4
+_LONGEST_PERIOD: Final = 1.0
 _FRESH: Final = 3
 """Periods after which a measured silence is out of date."""
 
