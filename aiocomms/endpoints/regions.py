@@ -16,6 +16,7 @@ from aiocomms.arguments import COMM_TIMEOUT, OpTimeout
 from aiocomms.endpoints.credentials import Descriptor, dtype_of, expired
 from aiocomms.errors import CommError, RegionError, wrong_thread
 from aiocomms.lowlevel.handles import Handle
+from aiocomms.lowlevel.shielding import shielded
 from aiocomms.ops import TensorLike
 from aiocomms.progress.work import Work
 
@@ -128,7 +129,7 @@ class Region(Handle):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.revoke()
+        await shielded(self.revoke)  # A cancelled block, too, ends only when no peer writes the memory any more.
 
     @property
     def _number(self) -> int:

@@ -194,6 +194,36 @@ async def lose_peer() -> Any:
         return "noticed"
 
 
+async def revoke_by_cancellation() -> None:
+    """End a region's block by its scope, while the other endpoint writes the region again and again."""
+    async with aiocomms.open_endpoint(timeout=10) as mine:
+        if here().rank:
+            tell("address", mine.address)
+            memory, peer = torch.zeros(4), await mine.accept()
+            with anyio.move_on_after(1):
+                async with mine.register(memory) as region:
+                    await peer.send_object(region.descriptor)
+                    await anyio.sleep_forever()
+            then = memory.tolist()
+            await peer.recv_object()
+            assert memory.tolist() == then != [0.0] * 4
+            return
+        peer = await mine.connect(await told("address"))
+        descriptor = await peer.recv_object()
+
+        async def write() -> None:
+            while True:
+                await peer.put(torch.full((4,), random.random()), descriptor)
+
+        with pytest.raises(RegionError, match="its owner has revoked the region"):
+            await write()
+        await peer.send_object("refused")
+
+
+def test_block_of_a_region_that_is_cancelled_ends_when_nobody_writes_the_region_any_more():
+    repeated(revoke_by_cancellation, 2, seed=0)
+
+
 def test_the_death_of_an_endpoint_is_noticed_and_nothing_listens_there():
     for seed in range(6):
         assert repeated(lose_peer, 2, seed=seed).results == ["noticed", None]
