@@ -34,6 +34,7 @@ async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
         started.
     :raises CommError: no thread can be started, or there is no descriptor for the wait.
     """
+    call = _apart(call, anyio.get_cancelled_exc_class())
     if clock.simulation is not None:
         return await clock.simulation.run_in_thread(call)
     outcome: list[Any] = [None, None]
@@ -63,6 +64,18 @@ async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
         return _no_thread(call, anyhow, refused.pop())
     thread.join()  # The thread has nothing left to do but to end.
     return _concluded(outcome)  # type: ignore[no-any-return]
+
+
+def _apart(call: Callable[[], _T], cancelled: type[BaseException]) -> Callable[[], _T]:
+    """Return a call whose errors do not look like a cancellation or the end of the awaiting coroutine."""
+
+    def apart() -> _T:
+        try:
+            return call()
+        except (cancelled, StopIteration) as error:
+            raise RuntimeError(f"a call in a thread raised {type(error).__name__}") from error
+
+    return apart
 
 
 def _concluded(outcome: list[Any]) -> Any:

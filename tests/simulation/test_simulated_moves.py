@@ -155,6 +155,19 @@ def test_error_of_convert_is_named_and_the_next_move_works(kind: type[BaseExcept
     assert run(read_when_moved, trainer, convert=convert) == [(1, [9.0, 9.0])] * 2 + [(1, 8)] * 2
 
 
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, StopIteration])
+def test_move_fails_whose_convert_raises_an_error_of_the_event_loop(kind: type[BaseException]) -> None:
+    def convert(name: str, part: Tensor, dtype: torch.dtype) -> Tensor:
+        raise kind
+
+    async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
+        with pytest.raises(MoveLostError, match=f"source rank [01]: RuntimeError: .*{kind.__name__}"):
+            await source.move(1)
+        leave("moved")
+
+    assert run(read_when_moved, trainer, convert=convert)[:2] == [(0, [0.0, 0.0])] * 2
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_deadline_says_which_target_rank_keeps_a_version(rank: int) -> None:
     async def server(comm: Communicator, target: Target) -> Any:

@@ -53,6 +53,19 @@ def test_run_in_thread_raises_what_the_call_raises(run):
     run(main)
 
 
+def test_error_of_a_call_is_no_cancellation_of_the_task(run):
+    async def main():
+        for kind in (anyio.get_cancelled_exc_class(), StopIteration):
+            with pytest.raises(RuntimeError, match=f"a call in a thread raised {kind.__name__}") as one:
+                await run_in_thread(functools.partial(raises, kind.__new__(kind)))
+            assert type(one.value.__cause__) is kind
+
+    def raises(error):
+        raise error
+
+    run(main)
+
+
 def test_run_in_thread_frees_arguments_of_a_failed_call_without_gc(run):
     class Held:
         """A stand-in for a store's connection."""
