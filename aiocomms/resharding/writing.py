@@ -19,6 +19,7 @@ from aiocomms.lowlevel import run_in_thread
 from aiocomms.lowlevel.copying import YieldingCopy
 from aiocomms.ops.buffers import empty
 from aiocomms.ops.modes import unaffected
+from aiocomms.ops.writing import octets
 from aiocomms.progress.work import Work
 from aiocomms.resharding.chunks import Chunk, view_of
 from aiocomms.resharding.plan import BLOCK, Copy
@@ -162,7 +163,7 @@ async def _packed(copy: Copy, tensor: Tensor, scratch: Tensor, convert: Convert 
         part, dtype = _converted(copy, tensor, convert), DTYPES[copy.chunk.dtype]
         if not _lies_so(part, dtype):
             part = scratch[: copy.nbytes].view(dtype).view(part.shape).copy_(part)
-        return part.reshape(-1).view(torch.uint8)
+        return octets(part)
 
     if convert is None and (copy.nbytes < _IN_THREAD or _lies_so(tensor[copy.box.slices()], DTYPES[copy.chunk.dtype])):
         return call()

@@ -93,6 +93,16 @@ def test_part_of_a_tensor_arrives_in_the_dtype_of_the_target(
 
 
 @pytest.mark.parametrize("shared", [False, True])
+def test_single_element_of_any_stride_arrives(shared: bool) -> None:
+    chunks = {"w": Chunk(torch.arange(1.0, 5)[::2][1:], (1,), (0,))}
+    records = records_of(chunks)
+    region = FakeRegion(shared, size_of(records))
+    copies = planned(0, [records], [TargetRecord(b"", records)]).copies
+    anyio.run(writing.write, copies, chunks, {0: (region, b"")}, None)
+    assert view_of(region.memory, records[0]).tolist() == [3.0]
+
+
+@pytest.mark.parametrize("shared", [False, True])
 def test_part_that_was_converted_is_checked_and_arrives(shared: bool) -> None:
     def convert(name: str, part: Tensor, dtype: torch.dtype) -> Tensor:
         return (2 * part).to(dtype)
