@@ -117,7 +117,7 @@ async def _break_off(rendezvous: StoreRendezvous, opened: Transports, failure: B
     """Tell the other ranks why this rank has failed, or read the reason from them; return the error to raise."""
     with anyio.CancelScope(shield=True):
         if isinstance(failure, PeerDiedError):
-            failure = await explained(rendezvous, failure)
+            failure = await _explained(rendezvous, failure)
         elif not isinstance(failure, _KNOWN):
             await tell(rendezvous, failure)
         # Transports are open here only if this rank was cancelled at the last moment.
@@ -125,7 +125,7 @@ async def _break_off(rendezvous: StoreRendezvous, opened: Transports, failure: B
     return failure
 
 
-async def explained(rendezvous: StoreRendezvous, failure: PeerDiedError) -> CommError:
+async def _explained(rendezvous: StoreRendezvous, failure: PeerDiedError) -> CommError:
     """Return the reason why a rank closed its connections while it formed a communicator.
 
     The rank may still be alive: a rank that gives up also closes its connections.

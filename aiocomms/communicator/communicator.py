@@ -17,7 +17,7 @@ import torch
 from aiocomms import arguments, ops
 from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.bootstrap import directory, recovery, supervised
-from aiocomms.bootstrap.forming import broken_off, explained
+from aiocomms.bootstrap.forming import broken_off, formed
 from aiocomms.bootstrap.groups import Groups
 from aiocomms.bootstrap.meeting import Predecessor
 from aiocomms.bootstrap.registry import Selection, open_transports
@@ -363,10 +363,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         key = f"{child}#{number}.{members[0]}"
         rendezvous = self._rendezvous.child(key, child, members.index(self.rank), len(members), timeout=seconds)
         parents = self._core.by_family
-        try:
-            opened = await open_transports(plan, lambda _, f: parents[f].split(rendezvous, members, plan.options))
-        except PeerDiedError as error:
-            raise await explained(rendezvous, error) from error.__cause__
+        opening = open_transports(plan, lambda _, f: parents[f].split(rendezvous, members, plan.options))
+        opened = await formed(rendezvous, opening)
         rendezvous.timeout = seconds
         return Communicator(rendezvous, plan, opened)
 

@@ -97,14 +97,37 @@ def test_the_store_dies_amid_other_faults(seed):
     assert sizes or "StoreLostError" in history.results
 
 
+async def form() -> int:
+    async with aiocomms.new_comm() as comm:
+        return comm.size
+
+
+async def split() -> Any:
+    """Split a communicator, which outlives the split."""
+    async with aiocomms.new_comm() as comm:
+        result = await go_on_or_say_why(lambda: formed_by_split(comm))
+        await summed(comm)
+        return result
+
+
+async def formed_by_split(comm: aiocomms.Communicator) -> int:
+    child = await comm.split([1, 0, 2], "formed")
+    assert child is not None
+    await child.aclose()
+    return child.size
+
+
+@pytest.mark.parametrize("call", [form, split])
 @pytest.mark.parametrize("fails", [True, False], ids=["rank 2 fails", "rank 2 is slow"])
-def test_ranks_that_connect_go_on_without_the_store_for_two_seconds(monkeypatch: pytest.MonkeyPatch, fails: bool):
+def test_ranks_that_connect_go_on_without_the_store_for_two_seconds(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[], Awaitable[Any]], fails: bool
+):
     """A rank that has failed cannot report that in the store, and does not connect. A slow rank still connects."""
     exchange = StoreRendezvous.exchange
 
     async def lost_afterwards(rendezvous: StoreRendezvous, key: str, value: bytes) -> list[bytes]:
         values = await exchange(rendezvous, key, value)
-        if rendezvous.rank == 2:
+        if rendezvous.rank == 2 and rendezvous.name == ("world" if call is form else "formed"):
             await asyncio.sleep(0.1)  # The others have the values, too.
             here().world.lose_store()
             if fails:
@@ -112,11 +135,7 @@ def test_ranks_that_connect_go_on_without_the_store_for_two_seconds(monkeypatch:
             await asyncio.sleep(1)
         return values
 
-    async def form() -> int:
-        async with aiocomms.new_comm() as comm:
-            return comm.size
-
     monkeypatch.setattr(StoreRendezvous, "exchange", lost_afterwards)
-    history = repeated(lambda: go_on_or_say_why(form), 3, seed=1)
+    history = repeated(lambda: go_on_or_say_why(call), 3, seed=1)
     assert history.results == (["StoreLostError"] * 3 if fails else [3, 3, 3])
     assert history.seconds < 3
