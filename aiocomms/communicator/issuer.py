@@ -24,6 +24,10 @@ class Inside(checks.CheckedComm, Protocol):
     """See :class:`aiocomms.progress.work.Owner`."""
     recorder: Recorder
 
+    @property
+    def refusing(self) -> bool:
+        """See :attr:`aiocomms.core.core.Core.refusing`."""
+
     def caller_stream(self) -> object:
         """See :meth:`Transport.caller_stream`."""
 

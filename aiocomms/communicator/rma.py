@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar, cast
 import torch
 from torch import Tensor
 
-from aiocomms import ops
+from aiocomms import arguments, ops
 from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, as_int
 from aiocomms.communicator.issuer import Issuer
 from aiocomms.cuda import crossing
@@ -394,6 +394,7 @@ class Window(Handle):
         for the end of the first one's close.
 
         :param timeout: the deadline in seconds; None: no deadline. The default is the communicator's timeout.
+        :raises ArgumentError: ``timeout`` is not valid; the window stays open.
         :raises CommError: the communicator is lost or closed.
         """
         if not self.closed:
@@ -402,11 +403,17 @@ class Window(Handle):
             await self._closing
 
     def _start_closing(self, timeout: OpTimeout = COMM_TIMEOUT) -> Work[None]:
-        info = self._info
-        self._comm._core.demand_thread("close_window")
+        info, core = self._info, self._comm._core
+        core.demand_thread("close_window")
+        if timeout is not COMM_TIMEOUT:
+            arguments.deadline("timeout", timeout)
         info.closed = True
-        self._comm._core.withdraw_all("the window", lambda op: isinstance(op, ops.WaitSignal) and op.window is info)
-        self._closing = self._comm._issue(ops.WindowClose(info), timeout=timeout)
+        core.withdraw_all("the window", lambda op: isinstance(op, ops.WaitSignal) and op.window is info)
+        try:
+            self._closing = self._comm._issue(ops.WindowClose(info), timeout=timeout)
+        except BaseException:
+            info.closed = core.refusing  # A pre-hook has prevented the op, and the program can call again.
+            raise
         return self._closing
 
     async def __aenter__(self) -> Self:

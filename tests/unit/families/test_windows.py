@@ -67,6 +67,32 @@ def test_second_close_waits_for_the_end_of_the_first(run, transport):
 
 
 @EITHER
+def test_refused_close_leaves_the_window_open(run, transport):
+    async def main():
+        async with local_world(2, transport) as world:
+            windows = await opened(world)
+            wait = windows[0].wait_signal(1)
+            with pytest.raises(ArgumentError, match="timeout is -1"):
+                await windows[0].aclose(timeout=-1)
+            await windows[1].signal(0)
+            await wait
+
+            def refuse(op, seq):
+                raise ValueError("not now")
+
+            hook = world[0].register_pre_hook(refuse)
+            with pytest.raises(ValueError, match="not now"):
+                await windows[0].aclose()
+            hook.remove()
+            await windows[1].put(torch.ones(1), 0)
+            await together(*(window.aclose for window in windows))
+            assert windows[0].closed
+            assert windows[0].tensor[0] == 1
+
+    run(main)
+
+
+@EITHER
 def test_cancelled_new_window_loses_the_communicator_at_once(run, transport):
     async def main():
         async with local_world(2, transport) as (one, two):
