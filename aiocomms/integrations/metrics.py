@@ -277,32 +277,29 @@ class Shown:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # A service adds its communicator while the service itself is added.
         self._measured: list[Measured] = []
         self._services: list[MeasuredService] = []
         self._kept: dict[Place, Totals] = {}
 
     def add(self, comm: Instrumentable) -> Measured:
-        """Measure a communicator. If it is measured already, return that measurement."""
+        """Measure a communicator. If it or its portal is measured already, return that measurement."""
+        comm = getattr(comm, "_comm", comm)  # A portal has the hooks of its communicator.
         with self._lock:
             known = next((each for each in self._measured if each.open() is comm), None)
-        if known is not None:
-            return known
-        added = Measured(comm)
-        with self._lock:
-            self._measured.append(added)
-        return added
+            if known is None:
+                known = Measured(comm)
+                self._measured.append(known)
+        return known
 
     def add_service(self, service: Service) -> MeasuredService:
         """Measure a service with its current and later communicators. If it is measured already, do as :meth:`add`."""
         with self._lock:
             known = next((each for each in self._services if each.open() is service), None)
-        if known is not None:
-            return known
-        added = MeasuredService(service, self.add)
-        with self._lock:
-            self._services.append(added)
-        return added
+            if known is None:
+                known = MeasuredService(service, self.add)
+                self._services.append(known)
+        return known
 
     def services(self) -> list[ServiceStatistics]:
         """Return the statistics of the services that have not ended. Safe on any thread."""

@@ -253,7 +253,7 @@ def test_second_instrument_of_a_communicator_or_service_counts_nothing_twice():
         registry = prometheus_client.CollectorRegistry()
         async with local_world(1) as [comm], Service(comm) as service:
             handle = instrument(comm, registry)
-            assert instrument(comm, registry) is handle
+            assert instrument(comm, registry) is instrument(comm.portal(), registry) is handle
             assert instrument(service, registry) is instrument(service, registry)
             await comm.barrier()
             assert value(scrape(registry), "op_seconds_count", op="barrier", transport="local", size="0", **OWN) == 1
