@@ -18,7 +18,7 @@ _LARGEST: Final = 8192
 _PATIENCE: Final = 5.0
 """Seconds in which a request must arrive."""
 _MOST: Final = 32
-"""The largest number of requests at a time. Further connections wait."""
+"""The largest number of connections at a time. A further one takes the place of the oldest."""
 _PAUSE: Final = 0.1
 """Seconds before another attempt to accept a connection, if there is no free descriptor for it."""
 
@@ -70,29 +70,36 @@ async def serve_health(at: At, state: State, *, task_status: TaskStatus[None]) -
         raise ArgumentError(f"health cannot be asked at {at}: {reason_of(error)}") from None
     async with listener, anyio.create_task_group() as tasks:
         task_status.started()
-        slots = anyio.Semaphore(_MOST)
+        connections: dict[anyio.CancelScope, None] = {}
         for one in listener.listeners:
-            tasks.start_soon(_accept, cast("SocketListener", one), slots, handle)
+            tasks.start_soon(_accept, cast("SocketListener", one), connections, handle)
 
 
 async def _accept(
-    listener: SocketListener, slots: anyio.Semaphore, handle: Callable[[ByteStream], Awaitable[None]]
+    listener: SocketListener,
+    connections: dict[anyio.CancelScope, None],
+    handle: Callable[[ByteStream], Awaitable[None]],
 ) -> None:
-    """Accept connections without end. No connection ends the caller, which supervises the ranks."""
+    """Accept connections without end. No connection ends the caller, which supervises the ranks.
 
-    async def answer_one(stream: ByteStream) -> None:
-        try:
+    :param connections: the scopes of all connections, the oldest first. Clients that send nothing delay no request.
+    """
+
+    async def answer_one(stream: ByteStream, scope: anyio.CancelScope) -> None:
+        with scope:
             await handle(stream)
-        finally:
-            slots.release()
+        connections.pop(scope, None)
 
     async with anyio.create_task_group() as tasks:
         while True:
-            await slots.acquire()
             try:
                 stream = await listener.accept()
             except OSError:  # The client has left already, or too many descriptors are open.
-                slots.release()
                 await anyio.sleep(_PAUSE)
-            else:
-                tasks.start_soon(answer_one, stream)
+                continue
+            if len(connections) == _MOST:
+                oldest = next(iter(connections))
+                del connections[oldest]
+                oldest.cancel()
+            connections[scope := anyio.CancelScope()] = None
+            tasks.start_soon(answer_one, stream, scope)

@@ -77,28 +77,37 @@ def test_head_request_is_answered_without_a_body():
     assert answer(b"HEAD /healthz HTTP/1.1\r\n\r\n", {"ready": True}).endswith(b"\r\n\r\n")
 
 
-def test_no_failure_to_accept_a_connection_ends_the_supervisor(run, monkeypatch):
-    """Further connections wait while the allowed number of requests is being answered."""
+def test_no_client_ends_the_supervisor_or_delays_the_others(run, monkeypatch):
+    """A connection beyond the allowed number takes the place of the oldest one."""
     monkeypatch.setattr(health, "_PAUSE", 0)
-    failures = [OSError(errno.EMFILE, "too many"), ConnectionAbortedError()]
-    accepted: list[anyio.Event] = []
+    monkeypatch.setattr(health, "_MOST", 2)
+    coming: list[Any] = [OSError(errno.EMFILE, "too many"), ConnectionAbortedError(), 0, 1, 2, 3]
+    ended: list[int] = []
+    events = [anyio.Event() for _ in range(4)]
 
     class Listener:
-        async def accept(self) -> anyio.Event:
+        async def accept(self) -> int:
             await anyio.lowlevel.checkpoint()
-            if failures:
-                raise failures.pop()
-            accepted.append(anyio.Event())
-            return accepted[-1]
+            if not coming:
+                await anyio.sleep_forever()
+            if isinstance(coming[0], OSError):
+                raise coming.pop(0)
+            return coming.pop(0)
+
+    async def handle(stream: int) -> None:
+        try:
+            await events[stream].wait()
+        finally:
+            ended.append(stream)
 
     async def main() -> None:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(health._accept, Listener(), anyio.Semaphore(2), lambda stream: stream.wait())
+            tasks.start_soon(health._accept, Listener(), {}, handle)
             await turns(20)
-            assert len(accepted) == 2
-            accepted[0].set()
+            assert ended == [0, 1]
+            events[3].set()
             await turns(20)
-            assert len(accepted) == 3
+            assert ended == [0, 1, 3]
             tasks.cancel_scope.cancel()
 
     run(main)
