@@ -9,7 +9,7 @@ from http import HTTPStatus
 from typing import Any, Final, cast
 
 import anyio
-from anyio.abc import ByteStream, SocketListener, TaskStatus
+from anyio.abc import ByteStream, SocketAttribute, SocketListener, TaskStatus
 
 from aiocomms.errors import ArgumentError
 from aiocomms.launching.job import At, reason_of
@@ -50,9 +50,10 @@ def answer(request: bytes, state: Mapping[str, Any]) -> bytes:
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + (b"" if method == b"HEAD" else body)
 
 
-async def serve_health(at: At, state: State, *, task_status: TaskStatus[None]) -> None:
+async def serve_health(at: At, state: State, *, task_status: TaskStatus[At]) -> None:
     """Answer requests, each on a connection of its own, until this call is cancelled.
 
+    :param task_status: gets the address with the port, which the system chooses if the port of ``at`` is 0.
     :raises ArgumentError: the address cannot be bound.
     """
 
@@ -69,7 +70,8 @@ async def serve_health(at: At, state: State, *, task_status: TaskStatus[None]) -
     except OSError as error:
         raise ArgumentError(f"health cannot be asked at {at}: {reason_of(error)}") from None
     async with listener, anyio.create_task_group() as tasks:
-        task_status.started()
+        port = listener.extra(SocketAttribute.local_port)  # noqa: S610 - this is not Django
+        task_status.started(At(at.host, port))
         connections: dict[anyio.CancelScope, None] = {}
         for one in listener.listeners:
             tasks.start_soon(_accept, cast("SocketListener", one), connections, handle)

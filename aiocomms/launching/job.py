@@ -143,7 +143,10 @@ def place(name: str, text: str) -> At:
 
 def reason_of(error: OSError) -> str:
     """Return the reason of an error without the address, which Python adds to some errors."""
-    return str(error) if error.errno is None else os.strerror(error.errno)
+    if error.errno is None:
+        return str(error)
+    # If a name has no address, the number is below 0 and has no text of the system.
+    return os.strerror(error.errno) if error.errno > 0 else str(error.strerror).partition(" (")[0]
 
 
 def listen(name: str, at: At) -> socket.socket:

@@ -66,12 +66,17 @@ async def supervise(job: Job) -> int:
 
 
 async def _supervise(job: Job, printer: Printer) -> int:
-    listener = None if job.listen is None else listen("listen", place("listen", job.listen))
+    listener = None
+    if job.listen is not None:
+        at = place("listen", job.listen)
+        listener = listen("listen", at)
+        if at.port == 0:
+            printer.say(f"listen is at {At(at.host, listener.getsockname()[1])}")
     with contextlib.nullcontext() if listener is None else listener:
         async with anyio.create_task_group() as tasks:
             supervisor = (Supervisor if job.node_rank == 0 else Follower)(job, listener, printer, tasks)
             try:
-                code = await _supervised(supervisor, job)
+                code = await _supervised(supervisor, job, printer)
             finally:
                 await supervisor.aclose()
                 printer.limit()
@@ -80,13 +85,16 @@ async def _supervise(job: Job, printer: Printer) -> int:
     return code
 
 
-async def _supervised(supervisor: HostSupervisor, job: Job) -> int:
+async def _supervised(supervisor: HostSupervisor, job: Job, printer: Printer) -> int:
     """Run a job, and handle signals and HTTP requests meanwhile."""
     async with anyio.create_task_group() as beside:
         if threading.current_thread() is threading.main_thread():
             await beside.start(supervisor.hear_signals)
         if job.health is not None:
-            await beside.start(serve_health, place("health", job.health), supervisor.state)
+            at = place("health", job.health)
+            got = await beside.start(serve_health, at, supervisor.state)
+            if at.port == 0:
+                printer.say(f"health is at {got}")
         code = await supervisor.run()
         beside.cancel_scope.cancel()
     return code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -15,16 +16,17 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
+from anyio.abc import SocketAttribute
 from concurrency import turns
 
 from aiocomms.bootstrap import supervised
 from aiocomms.cli import main
 from aiocomms.errors import ArgumentError, CommError
 from aiocomms.integrations import uvicorn
-from aiocomms.launching import Job, forkserver, health, output
+from aiocomms.launching import Job, forkserver, health, output, supervisor
 from aiocomms.launching.health import answer
 from aiocomms.launching.host import RankProcess
-from aiocomms.launching.job import At, place
+from aiocomms.launching.job import At, place, reason_of
 from aiocomms.launching.output import LONGEST, LineSplitter, Printer, is_coloured, prefixes
 from aiocomms.launching.supervision import Start
 from aiocomms.launching.supervisor import Follower, Supervisor, environment, variables
@@ -111,6 +113,35 @@ def test_no_client_ends_the_supervisor_or_delays_the_others(run, monkeypatch):
             tasks.cancel_scope.cancel()
 
     run(main)
+
+
+def test_ports_that_the_system_has_chosen_are_printed(run, monkeypatch):
+    class Found(contextlib.nullcontext[Any]):
+        listeners = ()
+        extra = staticmethod({SocketAttribute.local_port: 4711}.get)
+
+        def getsockname(self) -> tuple[str, int]:
+            return "::1", 4712
+
+    async def listener(**_: object) -> Found:
+        return Found()
+
+    async def signals(*, task_status: Any) -> None:
+        task_status.started()
+
+    async def ends(code: int = 0) -> int:
+        return code
+
+    fake = SimpleNamespace(hear_signals=signals, run=ends, aclose=ends, state=dict, summary=list)
+    monkeypatch.setattr(supervisor, "Supervisor", lambda *_: fake)
+    monkeypatch.setattr(supervisor, "listen", lambda *_: Found())
+    monkeypatch.setattr(health, "anyio", SimpleNamespace(**{**vars(anyio), "create_tcp_listener": listener}))
+    said: list[str] = []
+    printer = SimpleNamespace(say=said.append, limit=dict)
+    for port in (0, 80):
+        job = Job(program=["x.py"], health=f"[::1]:{port}", listen=f"[::1]:{port}")
+        assert run(supervisor._supervise, job, printer) == 0
+    assert said == ["listen is at [::1]:4712", "health is at [::1]:4711"]
 
 
 def test_blocked_terminal_blocks_neither_a_sentence_nor_the_end(run, monkeypatch):
@@ -273,6 +304,15 @@ def test_wrong_option_is_refused_with_one_sentence(options: dict[str, Any], mess
 def test_command_ends_with_1_and_says_what_is_wrong(capsys):
     assert main(["run", "-n", "2", "absent.py", "-n", "3"]) == 1
     assert capsys.readouterr().err == "aiocomms run: there is no file 'absent.py'\n"
+
+
+def test_address_that_cannot_be_bound_has_a_reason():
+    text = "Name or service not known"
+    assert reason_of(socket.gaierror(socket.EAI_NONAME, text)) == text
+    # socket.create_server adds the address.
+    assert reason_of(OSError(socket.EAI_NONAME, f"{text} (while attempting to bind on address ('x', 80))")) == text
+    assert reason_of(OSError(errno.EADDRINUSE, "[Errno 98] error while ...")) == os.strerror(errno.EADDRINUSE)
+    assert reason_of(OSError("no number")) == "no number"
 
 
 def test_options_behind_the_program_are_its_own(monkeypatch):
