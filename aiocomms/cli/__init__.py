@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
     :param arguments: the arguments without the program's name; None for the arguments of the process.
-    :returns: the exit status; 1 if the input is wrong, or ranks have failed.
+    :returns: the exit status; 1 if the input is wrong, or ranks have failed; 130 after Ctrl-C.
     """
     _open_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -27,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CommError, OSError, ValueError) as error:
         print(f"aiocomms {options.command}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # Ctrl-C came during the imports, for example.
+        return 130
 
 
 def _open_streams() -> None:

@@ -16,7 +16,4 @@ def run(options: argparse.Namespace) -> int:
     """
     given = {name: value for name, value in vars(options).items() if name in Job.__struct_fields__}
     given["program"] = options.program if options.module is None else ["-m", *options.module]
-    try:
-        return anyio.run(supervise, Job(**given))
-    except KeyboardInterrupt:  # Ctrl-C came before the signal handlers were installed.
-        return 130
+    return anyio.run(supervise, Job(**given))

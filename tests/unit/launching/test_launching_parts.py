@@ -9,8 +9,9 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import anyio
@@ -304,6 +305,17 @@ def test_wrong_option_is_refused_with_one_sentence(options: dict[str, Any], mess
 def test_command_ends_with_1_and_says_what_is_wrong(capsys):
     assert main(["run", "-n", "2", "absent.py", "-n", "3"]) == 1
     assert capsys.readouterr().err == "aiocomms run: there is no file 'absent.py'\n"
+
+
+def test_ctrl_c_during_the_imports_ends_the_command_in_silence(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "aiocomms.cli.running", running := ModuleType("running"))
+    monkeypatch.setattr(running, "__getattr__", interrupt, raising=False)
+    assert main(["run", "x.py"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_address_that_cannot_be_bound_has_a_reason():
