@@ -8,11 +8,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
-from aiocomms.errors import ArgumentError
+from aiocomms.errors import ArgumentError, ArgumentTypeError
 from aiocomms.lowlevel.auth import check_exposed, read_token
 from aiocomms.lowlevel.sockets import listen_at
 
@@ -67,6 +67,7 @@ class Job(msgspec.Struct, kw_only=True, frozen=True):
         """Check the job before any process starts.
 
         :raises ArgumentError: an option is wrong. The error names the option and the wanted value.
+        :raises ArgumentTypeError: an option has another type.
         """
         for name, value, least in (
             ("ranks", self.ranks, 1), ("nnodes", self.nnodes, 1), ("max_restarts", self.max_restarts, 0)
@@ -75,6 +76,7 @@ class Job(msgspec.Struct, kw_only=True, frozen=True):
                 raise ArgumentError(f"{name} is {value!r}, wanted an integer >= {least}")
         if self.restart not in get_args(Restart):
             raise ArgumentError(f"restart is {self.restart!r}, wanted one of {', '.join(get_args(Restart))}")
+        self._check_types()
         if not 0 <= self.grace <= 86400:
             raise ArgumentError(f"grace is {self.grace!r}, wanted 0 to 86400 seconds")
         self._check_hosts()
@@ -83,6 +85,13 @@ class Job(msgspec.Struct, kw_only=True, frozen=True):
             if getattr(self, name) is not None:
                 place(name, getattr(self, name))
         read_token(environ)
+
+    def _check_types(self) -> None:
+        folder: dict[str, Any] = {"log_dir": str(self.log_dir)} if isinstance(self.log_dir, os.PathLike) else {}
+        try:
+            msgspec.convert(msgspec.structs.asdict(self) | folder, Job)
+        except msgspec.ValidationError as error:
+            raise ArgumentTypeError(f"the job is wrong: {error}") from None
 
     def _check_hosts(self) -> None:
         if not 0 <= self.node_rank < self.nnodes:

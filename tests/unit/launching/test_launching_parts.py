@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -294,12 +295,21 @@ def test_second_stop_kills_the_ranks_of_a_host_whose_first_host_does_not_answer(
         ({"program": ["-m", "absent.server"]}, "there is no module 'absent.server'"),
         ({"health": "80a"}, "health is '80a', wanted HOST:PORT with a port of 0 to 65535"),
         ({"listen": "host:65536"}, "listen is 'host:65536', wanted HOST:PORT with a port of 0 to 65535"),
+        ({"listen": 80}, "the job is wrong: Expected `str | null`, got `int` - at `$.listen`"),
+        ({"program": "server.py"}, "the job is wrong: Expected `array`, got `str` - at `$.program`"),
+        ({"preload": [Path("x")]}, "the job is wrong: Expected `str`, got `PosixPath` - at `$.preload[0]`"),
+        ({"grace": None}, "the job is wrong: Expected `float`, got `null` - at `$.grace`"),
+        ({"node_rank": "0"}, "the job is wrong: Expected `int`, got `str` - at `$.node_rank`"),
     ],
 )
 def test_wrong_option_is_refused_with_one_sentence(options: dict[str, Any], message):
     with pytest.raises(ArgumentError) as caught:
         Job(**{"program": ["-m", "json"], **options}).check({})
     assert str(caught.value) == message
+
+
+def test_folder_of_a_job_may_be_a_path(tmp_path):
+    Job(program=["-m", "json"], log_dir=tmp_path).check({})
 
 
 def test_command_ends_with_1_and_says_what_is_wrong(capsys):
