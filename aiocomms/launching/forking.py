@@ -27,20 +27,24 @@ class ForkServer:
 
     :param settings: the first message to the fork server, with ``program``, ``preload`` and ``grace``.
     :param environment: the environment of the fork server, which the ranks inherit.
+    :raises CommError: the settings are too long. No process was started.
     """
 
     def __init__(self, settings: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         self.ready = self.killed = False
         """True once the process has imported all modules, and once :meth:`signal` has killed it before that."""
         self._grace = float(settings["grace"])
+        first = _encoded(settings, "the program's arguments have")
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Linux's default would limit a message to 208 KiB.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter
                 [sys.executable, *flags, "-c", _CODE, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL, env=dict(environment), pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
-        self._socket.send(json.dumps(settings).encode())
+        self._socket.send(first)
         self._socket.setblocking(False)
 
     async def start(self, key: str, environment: Mapping[str, str], descriptors: Sequence[int]) -> None:
@@ -63,9 +67,7 @@ class ForkServer:
             await self._send(["signal", key, number], [])
 
     async def _send(self, message: object, descriptors: Sequence[int]) -> None:
-        data = json.dumps(message).encode()
-        if len(data) > LARGEST:
-            raise CommError(f"a rank's environment has {len(data)} bytes, wanted at most {LARGEST}")
+        data = _encoded(message, "a rank's environment has")
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # hear() notices the end.
             while True:
                 try:
@@ -116,3 +118,10 @@ class ForkServer:
     def close(self) -> None:
         """Close the connection to the fork server."""
         self._socket.close()
+
+
+def _encoded(message: object, what: str) -> bytes:
+    data = json.dumps(message).encode()
+    if len(data) > LARGEST:
+        raise CommError(f"{what} {len(data)} bytes, wanted at most {LARGEST}")
+    return data

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -26,6 +27,7 @@ from aiocomms.cli import main
 from aiocomms.errors import ArgumentError, CommError
 from aiocomms.integrations import uvicorn
 from aiocomms.launching import Job, forkserver, health, output, supervisor
+from aiocomms.launching.forking import ForkServer
 from aiocomms.launching.health import answer
 from aiocomms.launching.host import RankProcess
 from aiocomms.launching.job import At, place, reason_of
@@ -310,6 +312,22 @@ def test_wrong_option_is_refused_with_one_sentence(options: dict[str, Any], mess
 
 def test_folder_of_a_job_may_be_a_path(tmp_path):
     Job(program=["-m", "json"], log_dir=tmp_path).check({})
+
+
+def test_arguments_fill_one_message_to_the_fork_server_or_are_refused(monkeypatch):
+    inherited: list[socket.socket] = []
+
+    def start(*_: object, pass_fds: list[int], **__: object) -> None:
+        inherited.append(socket.socket(fileno=os.dup(pass_fds[0])))
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    room = forkserver.LARGEST - len(json.dumps({"program": [""], "grace": 1}))
+    ForkServer({"program": ["x" * room], "grace": 1}, {}).close()
+    with pytest.raises(CommError, match="the program's arguments have 262145 bytes, wanted at most 262144"):
+        ForkServer({"program": ["x" * (room + 1)], "grace": 1}, {})
+    [theirs] = inherited
+    with theirs:
+        assert len(theirs.recv(2 * forkserver.LARGEST)) == forkserver.LARGEST
 
 
 def test_command_ends_with_1_and_says_what_is_wrong(capsys):
