@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import anyio
 
 from aiocomms.bootstrap.launchers import read_environment
-from aiocomms.errors import ArgumentError, ClientLeftError, CommClosedError
+from aiocomms.errors import ArgumentError, ClientLeftError, CommClosedError, CommError
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.progress.guard import ends_task
 from aiocomms.serving import Driver, Service
@@ -160,19 +160,18 @@ async def until_disconnect(client: Any, awaitable: Awaitable[T]) -> T:
     :param awaitable: the awaitable, such as ``driver.run(plan)``.
     :returns: the result of the awaitable.
     :raises ClientLeftError: the client has disconnected, so an answer would not arrive.
-    :raises ArgumentError: the request's body was not read. An exception of the awaitable is raised unchanged.
+    :raises ArgumentError: the request's body was not read. An exception of the awaitable or of ``receive`` is raised
+        unchanged.
     """
     receive: Receive = getattr(client, "receive", client)
     raised: list[BaseException] = []
     done: list[T] = []
 
     async def watch(scope: anyio.CancelScope) -> None:
-        while (message := await receive())["type"] != "http.disconnect":
-            if message.get("body") or message.get("more_body"):
-                raised.append(ArgumentError("the request has a body that was not read: read it before"))
-                break
-        else:
-            raised.append(ClientLeftError("the client has disconnected"))
+        try:
+            raised.append(await _departure(receive))
+        except Exception as error:  # The framework's receive has failed.
+            raised.append(error)
         scope.cancel()
 
     async def call(scope: anyio.CancelScope) -> None:
@@ -190,3 +189,11 @@ async def until_disconnect(client: Any, awaitable: Awaitable[T]) -> T:
     if done:
         return done[0]
     raise raised[0]
+
+
+async def _departure(receive: Receive) -> CommError:
+    """Wait until the client disconnects, and return the error to raise."""
+    while (message := await receive())["type"] != "http.disconnect":
+        if message.get("body") or message.get("more_body"):
+            return ArgumentError("the request has a body that was not read: read it before")
+    return ClientLeftError("the client has disconnected")

@@ -230,6 +230,8 @@ def test_awaited_for_a_client_gives_its_result_its_error_or_the_clients_end():
         asyncio.get_running_loop().call_later(1, left.set)
         with pytest.raises(ClientLeftError, match="has disconnected"):
             await until_disconnect(receive, asyncio.sleep(1000))
+        with pytest.raises(KeyError):
+            await until_disconnect(fail, asyncio.sleep(1000))
 
     simulate(program, 1)
 
