@@ -49,6 +49,8 @@ class StoreRendezvous(Board):
         """The store that the ranks' communicators share. :attr:`store` is the part of this communicator alone."""
         self.base = name
         """The name before the first reconfiguration."""
+        self.label = name
+        """The name in metrics: :attr:`base`, without the epoch of a parent."""
         self.epoch = 1
         """The epoch: 1 at first, and one more with each reconfiguration."""
         self.size = size
@@ -78,6 +80,8 @@ class StoreRendezvous(Board):
             rank, size, name=name, device=self.device, timeout=self.timeout if timeout is None else timeout,
             seal=self._seal.child(key),
         )  # fmt: skip
+        if name.startswith(f"{self.name}/"):
+            child.label = self.label + name.removeprefix(self.name)
         child.root, child._kept = self.root, self._kept or self.root or self.store
         return child
 
@@ -90,7 +94,7 @@ class StoreRendezvous(Board):
             PrefixStore(f"aiocomms/{self.base}/{key}", root), rank, size, name=f"{self.base}@{epoch}",
             device=self.device, timeout=timeout, seal=Seal(job_token(), self.base, key),
         )  # fmt: skip
-        new.root, new.base, new.epoch = root, self.base, epoch
+        new.root, new.base, new.label, new.epoch = root, self.base, self.label, epoch
         return new
 
     async def arrive(self, root: Store) -> None:

@@ -63,12 +63,13 @@ class Core(Posting):
     rank: int
     size: int
     name: str
-    base: str
+    label: str
     generation: int
     device: torch.device
     driver: LoopDriver
     ledger: Ledger
     refusals: int
+    """The number of ops refused."""
     life: Life
     fast_check: Callable[[object, bool], bool] | None
     failures: dict[tuple[str, int | None], int]
@@ -88,10 +89,10 @@ class Core(Posting):
         :param by_family: the transports, by the family of ops that each carries.
         :param options: the user's hints.
         """
-        self.rank, self.size, self.name, self.base = rendezvous.rank, rendezvous.size, rendezvous.name, rendezvous.base
-        self.device, self.driver, self.generation = rendezvous.device, LoopDriver.current(), rendezvous.epoch
+        self.rank, self.size, self.device = rendezvous.rank, rendezvous.size, rendezvous.device
+        self.name, self.label, self.generation = rendezvous.name, rendezvous.label, rendezvous.epoch
+        self.driver = LoopDriver.current()
         self.thread: int = self.driver.thread
-        self.refusals = 0  # The number of ops refused.
         self.by_family: dict[ops.Family, Transport] = dict(by_family)
         if "rma" not in self.by_family and "p2p" in self.by_family:
             self.by_family["rma"] = TwoSided(self)
@@ -103,7 +104,7 @@ class Core(Posting):
         self.notes: Notes = Notes(self.transports, self.size)
         self._rendezvous, self._inquiry = rendezvous, Inquiry(self, self.notes)
         self._postmortem: PostMortem | None = None
-        self._ended, self.failures = False, dict[tuple[str, int | None], int]()
+        self._ended, self.refusals, self.failures = False, 0, dict[tuple[str, int | None], int]()
         self._closing: Promise | None = None
         self.over: Promise = Promise(self.driver)
         """The promise that is set once the communicator was lost and its works have ended, or once it was closed."""

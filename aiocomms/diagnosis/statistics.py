@@ -51,7 +51,7 @@ class Statistics(msgspec.Struct, frozen=True):
     """
 
     name: str
-    """The communicator's name before any reconfiguration."""
+    """The communicator's name, without the numbers that reconfigurations append to it or to its parent's name."""
     generation: int
     """The number of the communicator: 1, and one more after each reconfiguration."""
     transports: Mapping[str, str]
@@ -104,7 +104,7 @@ def statistics_of(core: Core, transports: Mapping[str, str]) -> Statistics:
     withdrawn = sum(count for (error, _), count in failures.items() if error == _WITHDRAWN)
     failed = [Failures(*key, count) for key, count in failures.items() if key[0] != _WITHDRAWN]
     return Statistics(
-        name=core.base,
+        name=core.label,
         generation=core.generation,
         transports=transports,
         issued=issued,

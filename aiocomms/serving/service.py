@@ -142,7 +142,7 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
         counts, worker = self._watch.counts, self._worker
         plans = [] if worker is None else list(worker._plans.values())
         return ServiceStatistics(
-            name=self.current._core.base,
+            name=self.current._core.label,
             rank=self.comm.rank,
             done=counts.done,
             failed=counts.failures(),

@@ -196,6 +196,27 @@ def test_series_continue_after_a_recovery(transport):
     run_on("asyncio", main)
 
 
+@pytest.mark.parametrize("transport", ["local", "c10d"])
+def test_series_of_a_split_continue_after_a_recovery_of_its_parent(transport):
+    async def main():
+        registry = prometheus_client.CollectorRegistry()
+        labels = {"comm": "world/1", "rank": 0, "reason": "CommAbortedError", "peer": 1}
+        async with local_world(2, transport) as comms:
+            for failures in (1, 2):
+                one, two = await ranks(comms, lambda comm: comm.split([0, 1]))
+                instrument(one, registry)
+                work = one.recv(torch.ones(1), 1)
+                two.abort("enough")
+                with pytest.raises(CommAbortedError):
+                    await work
+                await ranks([one, two], lambda comm: comm.aclose())
+                assert value(scrape(registry), "failures_total", **labels) == failures
+                comms[:] = await ranks(comms, lambda comm: comm.reconfigure(ranks=[0, 1]))
+            await ranks(comms, lambda comm: comm.aclose())
+
+    run_on("asyncio", main)
+
+
 def test_communicator_lost_before_instrument_counts_its_failure():
     async def main():
         registry = prometheus_client.CollectorRegistry()
