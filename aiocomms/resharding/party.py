@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -17,7 +17,7 @@ from aiocomms.errors import CommError
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.progress.background import Background
 from aiocomms.progress.work import Work
-from aiocomms.resharding.words import WORDS, Parted, Word
+from aiocomms.resharding.words import WORDS, Word
 
 if TYPE_CHECKING:
     from aiocomms.progress.inflight import StartedWork
@@ -42,10 +42,6 @@ class Party(Handle, ABC):
         self._comm, self._what = comm, what
         self._rank, self._driver = comm.rank, comm._core.driver
         self._background = Background(f"{what} of '{comm.name}'")
-        self._hearing = Background(f"{what} of '{comm.name}'")
-        """The tasks that receive the messages of this side; each ends when the other rank is closed."""
-        self._parted: set[int] = set()
-        """The closed ranks of this side."""
         self._actions: deque[Action] = deque()
         self._acting = self._closed = False
 
@@ -74,24 +70,15 @@ class Party(Handle, ABC):
         self._lane = self._comm.lane(LANE + token)
         self._expected = Expected(self._comm._core.in_flight, self._what)
         self._hook = self._comm.register_abort_hook(self._lost)
-        for rank in self._partners():
-            self._hearing.start(partial(self._hear, rank))
-
-    def _partners(self) -> Iterable[int]:
-        """Return the ranks of this side with which this rank exchanges messages."""
-        return range(1, self._comm.size) if self._rank == 0 else (0,)
+        for rank in [0] if self._rank else range(1, self._comm.size):
+            self._background.start(partial(self._hear, rank))
 
     async def _hear(self, rank: int) -> None:
-        """Receive the messages of a rank. If this rank is closed, drop them, because a send waits for its receive."""
-        while rank not in self._parted:
+        while True:
             work: Work[Any] = self._lane.recv_object(rank, timeout=None)
             self._expected.note(rank, cast("StartedWork[Any]", work))
             work.add_done_callback(Work.exception)  # No task awaits the last receive.
-            word = WORDS.decode(await work, rank)
-            if isinstance(word, Parted):
-                self._parted.add(rank)
-            if not self._closed:
-                self._heard(rank, word)
+            self._heard(rank, WORDS.decode(await work, rank))
 
     def _act(self, actions: list[Action]) -> None:
         """Carry out actions in order, together with actions that follow from them."""
@@ -109,18 +96,18 @@ class Party(Handle, ABC):
         """Send a message to a rank of this side. The communicator reports a lost rank."""
         if rank == self._rank:
             self._heard(rank, word)
-        elif rank not in self._parted:
+        else:
             with contextlib.suppress(CommError):
                 self._lane.send_object(WORDS.encode(word), rank).add_done_callback(Work.exception)
 
     async def _leave(self) -> None:
-        """Tell the other ranks of this side that this rank is closed, and end its tasks."""
-        if not self._closed and hasattr(self, "_lane"):
-            self._hook.remove()
-            for rank in self._partners():
-                self._tell(rank, Parted())
+        """Stop receiving messages, and close the lane."""
         self._closed = True
         await self._background.aclose()
+        if hasattr(self, "_lane"):
+            self._hook.remove()
+            with contextlib.suppress(CommError):
+                await self._lane.aclose()
 
     @abstractmethod
     async def aclose(self) -> None:

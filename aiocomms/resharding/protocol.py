@@ -353,15 +353,11 @@ class SourceLeader(NamedTuple):
     phase: Literal["gathering", "proposed", "withdrawn"] = "gathering"
     kind: str = LOST
     """The kind of the failure for which the version was withdrawn."""
-    parted: str = ""
-    """The reason why every further move fails: a rank was closed; empty if none was."""
 
     def enter(self, rank: int, word: Enter) -> Next[SourceLeader]:
         """Record that a rank has called ``move``. When every rank has called it, propose the version to the target."""
         if word.call != self.call:
             return self, []
-        if self.parted:
-            return self._settle(LOST, self.parted)
         entered = (*self.entered, (rank, word.version))
         after = self._replace(entered=entered)
         if len(entered) < self.ranks:
@@ -386,11 +382,6 @@ class SourceLeader(NamedTuple):
         absent = [rank for rank in range(self.ranks) if rank not in here]
         called = f"; {_ranks('source', absent)} {_verb('have', absent)} not called move" if absent else ""
         return self._settle(word.kind, word.why + called)
-
-    def part(self, rank: int) -> Next[SourceLeader]:
-        """Record that a rank was closed. It has given up its own call before."""
-        after = self._replace(parted=self.parted or f"source rank {rank} was closed")
-        return after._settle(LOST, after.parted) if self.entered and self.phase == "gathering" else (after, [])
 
     def admit(self, word: Admit) -> Next[SourceLeader]:
         """Let all ranks write into the target's buffers."""

@@ -52,7 +52,6 @@ from aiocomms.resharding.words import (
     Inquire,
     Inventory,
     Known,
-    Parted,
     Present,
     Settled,
     TargetRecord,
@@ -320,10 +319,6 @@ class Source(Party):
                 self._state, actions = self._state.admit(word)
             case Settled() if rank == 0:
                 self._state, actions = self._state.settled(word)
-            case Parted() if rank == 0:
-                self._state, actions = self._state.lose("source rank 0 was closed")
-            case Parted():
-                self._leader, actions = self._leader.part(rank)
             case _:
                 raise ProtocolError(f"rank {rank} says {type(word).__name__}, which is not for it to say", peer=rank)
         self._act(actions)

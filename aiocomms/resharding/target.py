@@ -30,7 +30,6 @@ from aiocomms.resharding.words import (
     Inquire,
     Inventory,
     Known,
-    Parted,
     Present,
     Propose,
     Settled,
@@ -256,8 +255,6 @@ class Target(Party):
                 self._leader, actions = self._leader.whole_on(rank, word)
             case Broken() if self._rank == 0:
                 self._leader, actions = self._leader.broken_on(word)
-            case Parted():  # Rank 0 decides for all. Sources notice themselves that rank 0 is closed.
-                self._leader, actions = self._leader.lose(f"target rank {rank} was closed")
             case _:
                 raise ProtocolError(f"rank {rank} says {type(word).__name__}, which is not for it to say", peer=rank)
         self._act(actions)

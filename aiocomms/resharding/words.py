@@ -177,16 +177,9 @@ class Falter(msgspec.Struct, frozen=True, tag=14, array_like=True):
     why: str
 
 
-# ----------------------------------------------------------------------------------------------- within either side
-
-
-class Parted(msgspec.Struct, frozen=True, tag=15, array_like=True):
-    """The last message of a rank to the other ranks of its side: the rank was closed."""
-
-
 Word = (
     Inquire | Present | Propose | Written | Withdraw | Inventory | Known | Admit | Settled | Clear | Cleared | Whole
-    | Broken | Enter | Falter | Parted
+    | Broken | Enter | Falter
 )  # fmt: skip
 WORDS: Final = ControlCodec[Word](Word, "a word about a version", limit=LONGEST)
 

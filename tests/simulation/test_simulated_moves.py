@@ -420,48 +420,6 @@ def test_closed_target_is_named() -> None:
     run(server, trainer)
 
 
-@pytest.mark.parametrize("while_it_reads", [False, True])
-def test_closed_target_rank_is_named_and_its_server_goes_on(while_it_reads: bool) -> None:
-    """The other rank stays open for longer than the communicator's deadline, and then uses the communicator."""
-
-    async def server(comm: Communicator, target: Target) -> None:
-        await found("first")
-        if comm.rank == 1:
-            with target.at(0) if while_it_reads else contextlib.nullcontext():
-                if while_it_reads:
-                    leave("closes")
-                    await asyncio.sleep(1)
-                await target.aclose()
-                leave("closes")
-        await asyncio.sleep(100)
-        await comm.barrier()
-
-    async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
-        await source.move(1)
-        leave("first")
-        await found("closes")
-        for version in (2, 3):
-            with pytest.raises(MoveLostError, match="target rank 1 was closed"):
-                await source.move(version)
-
-    run(server, trainer)
-
-
-@pytest.mark.parametrize("closes", [0, 1])
-def test_closed_source_rank_is_named_and_its_trainer_goes_on(closes: int) -> None:
-    async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
-        if comm.rank == closes:
-            await source.aclose()
-        else:
-            for version in (1, 2):
-                with pytest.raises(MoveLostError, match=f"source rank {closes} was closed"):
-                    await source.move(version)
-        await asyncio.sleep(100)
-        await comm.barrier()
-
-    run(idle, trainer)
-
-
 def test_target_that_cannot_be_reached_is_an_error_on_all_source_ranks() -> None:
     async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
         other = await aiocomms.open_endpoint(timeout=60)
@@ -580,10 +538,8 @@ def test_target_rank_that_joins_gets_its_weights_by_the_next_move() -> None:
         return await (serve_with_a_newcomer, train_with_a_newcomer)[side](rank)
 
     results = [simulate(program, 4, seed=seed, longest=300).results for seed in range(4)]
-    differed = [it[1] for it in results if it[0] == [0, 1, 2, 3]]
-    assert differed, "the ranks never differed in their versions"
-    assert differed == [[0, 2, 3]] * len(differed)
-    assert all(it[0][-1] == it[1][-1] == 3 for it in results)
+    assert [it[1] for it in results] == [[0, 2, 3]] * 4
+    assert any(it[0] == [0, 1, 2, 3] for it in results), "the ranks never differed in their versions"
 
 
 def test_ranks_that_hold_nothing_take_part() -> None:
