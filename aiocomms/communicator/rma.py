@@ -406,7 +406,10 @@ class Window(Handle):
         info, core = self._info, self._comm._core
         core.demand_thread("close_window")
         if timeout is not COMM_TIMEOUT:
-            arguments.deadline("timeout", timeout)
+            try:
+                arguments.deadline("timeout", timeout)
+            except CommError as error:
+                raise error.about(comm=self._comm.name, op="close_window", rank=core.rank) from None
         info.closed = True
         core.withdraw_all("the window", lambda op: isinstance(op, ops.WaitSignal) and op.window is info)
         try:

@@ -71,7 +71,8 @@ class Attachment:
 class Region(Handle):
     """Memory of this endpoint that other endpoints may read or write; made by :meth:`Endpoint.register`.
 
-    ``async with`` revokes the region at the end.
+    ``async with`` revokes the region at the end. A cancelled block, too, waits until no peer writes the memory any
+    more, or until the endpoint's timeout.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -87,9 +87,8 @@ class Job(msgspec.Struct, kw_only=True, frozen=True):
         read_token(environ)
 
     def _check_types(self) -> None:
-        folder: dict[str, Any] = {"log_dir": str(self.log_dir)} if isinstance(self.log_dir, os.PathLike) else {}
         try:
-            msgspec.convert(msgspec.structs.asdict(self) | folder, Job)
+            msgspec.convert({name: _plain(value) for name, value in msgspec.structs.asdict(self).items()}, Job)
         except msgspec.ValidationError as error:
             raise ArgumentTypeError(f"the job is wrong: {error}") from None
 
@@ -135,6 +134,15 @@ class Job(msgspec.Struct, kw_only=True, frozen=True):
                 f"set OMP_NUM_THREADS={max(1, cores // self.ranks)}"
             ]
         return []
+
+
+def _plain(value: object) -> object:
+    """Return a value of a builtin type in place of a path, of a subclass of float, and of another sequence than str."""
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return list(value)
+    return str(value) if isinstance(value, os.PathLike) else value
 
 
 def place(name: str, text: str) -> At:
