@@ -12,12 +12,14 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import UserList
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import anyio
 import anyio.lowlevel
+import numpy as np
 import pytest
 from anyio.abc import SocketAttribute
 from concurrency import turns
@@ -310,8 +312,8 @@ def test_wrong_option_is_refused_with_one_sentence(options: dict[str, Any], mess
     assert str(caught.value) == message
 
 
-def test_folder_of_a_job_may_be_a_path(tmp_path):
-    Job(program=["-m", "json"], log_dir=tmp_path).check({})
+def test_fields_of_a_job_may_have_subclasses_of_their_types(tmp_path):
+    Job(program=UserList(["-m", "json"]), grace=np.float64(3), log_dir=tmp_path).check({})
 
 
 def test_arguments_fill_one_message_to_the_fork_server_or_are_refused(monkeypatch):
