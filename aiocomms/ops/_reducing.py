@@ -25,6 +25,8 @@ def _reducible(op: ReduceOp, tensor: Tensor) -> None:
 
 
 class InPlace(Op, frozen=True, eq=False):
+    """The base of ops that read and write one ``tensor``. The root of a broadcast only reads it."""
+
     tensor: AsTensor
 
     def result(self) -> Tensor:

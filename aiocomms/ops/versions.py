@@ -35,11 +35,9 @@ def note_writes(op: Op, rank: int) -> None:
     Autograd compares the versions, and then refuses a gradient that needs an old value. All views of one tensor share a
     version. Only torch's own operations increase the version by themselves.
     """
-    if not isinstance(op, InPlace):
-        written = [tensor for _, tensor in op.writes()]
-    elif type(op) is Broadcast and op.root == rank:
-        return
+    if isinstance(op, InPlace):  # No list of pairs is built for these frequent ops.
+        written = [] if type(op) is Broadcast and op.root == rank else [op.tensor]
     else:
-        written = [op.tensor]
+        written = [tensor for _, tensor in op.writes()]
     if written:
         _increment_versions(written)
