@@ -12,8 +12,9 @@ from aiocomms.arguments import COMM_TIMEOUT, OpTimeout
 from aiocomms.diagnosis.recorder import Recorder
 from aiocomms.errors import CommError
 from aiocomms.lowlevel.handles import Handle
-from aiocomms.ops import Op, checks
+from aiocomms.ops import Family, Op, checks
 from aiocomms.progress.work import Work
+from aiocomms.transport import Transport
 from aiocomms.transport.native import Shortcuts
 
 
@@ -23,6 +24,8 @@ class Inside(checks.CheckedComm, Protocol):
     worded: Callable[[CommError], CommError]
     """See :class:`aiocomms.progress.work.Owner`."""
     recorder: Recorder
+    by_family: dict[Family, Transport]
+    """The transport of each family of ops."""
 
     @property
     def refusing(self) -> bool:

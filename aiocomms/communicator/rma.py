@@ -126,9 +126,10 @@ class Window(Handle):
         self._info, self._given = info, given
         self._closing: Work[None] | None = None
         self._shortcuts = None
-        if (shortcuts := comm._shortcuts) is not None and type(self) is Window:
+        carriers = comm._core.by_family
+        if (shortcuts := comm._shortcuts) is not None and carriers["rma"] is carriers["p2p"] and type(self) is Window:
             self._shortcuts = shortcuts.window(comm, info)
-            give_methods(Window, shortcuts.window_method)
+            give_methods(Window, shortcuts.method)
 
     @property
     def tensor(self) -> Any:

@@ -305,7 +305,7 @@ class Core(Posting):
         """
         shortcuts = self.shortcuts
         with anyio.CancelScope(shield=True):
-            while shortcuts is not None and (shortcuts.elsewhere if lane is None else shortcuts.elsewhere_in(lane)):
+            while shortcuts is not None and shortcuts.elsewhere(lane):
                 await anyio.lowlevel.checkpoint()
 
     async def aclose(self, released: Callable[[], object]) -> None:

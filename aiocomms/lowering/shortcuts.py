@@ -20,8 +20,7 @@ T = TypeVar("T")
 def find_shortcuts(line: Line, by_family: Mapping[ops.Family, Transport], entries: int) -> Shortcuts | None:
     """Return the shortcuts of a communicator, or None if there are none or ``AIOCOMMS_PURE`` turns them off.
 
-    One transport must carry all messages and collectives; otherwise Python code routes the ops. Windows have shortcuts
-    only if the same transport carries them, too.
+    One transport must carry all messages and collectives; otherwise Python code routes the ops.
 
     :param by_family: the transports of the communicator.
     :param entries: the number of entries in the recorder's ring buffer.
@@ -33,8 +32,7 @@ def find_shortcuts(line: Line, by_family: Mapping[ops.Family, Transport], entrie
     shortcuts = transport.shortcuts(line, entries)
     if shortcuts is not None:
         fields: Any = shortcuts.fields()
-        works = _with_fields(StartedWork, fields), _with_fields(LaneWork, fields)
-        shortcuts.use(*works, RunPart, OP_RESULT, windows=by_family.get("rma") is transport)
+        shortcuts.use(_with_fields(StartedWork, fields), _with_fields(LaneWork, fields), RunPart, OP_RESULT)
     return shortcuts
 
 

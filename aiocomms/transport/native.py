@@ -152,13 +152,12 @@ class Shortcuts(Ledger, Protocol):
         Only native code creates instances of this class. Each instance creates its op's record at the first access.
         """
 
-    def use(self, work: type[Any], lane_work: type[Any], part: type[Any], op_result: object, *, windows: bool) -> None:
+    def use(self, work: type[Any], lane_work: type[Any], part: type[Any], op_result: object, /) -> None:
         """Set the classes of works, which inherit the class from :meth:`fields`. Call this before any other method.
 
         :param lane_work: the class for ops of lanes.
         :param part: the class of completions for pending messages of a lane. Python code fills the completions.
         :param op_result: the value that stands for the op's own result.
-        :param windows: whether this transport carries the communicator's windows, too.
         """
 
     def know(self, lane: type[Any]) -> None:
@@ -173,12 +172,11 @@ class Shortcuts(Ledger, Protocol):
         :param current: the context variable, which holds None, or a tuple of the current lane and the previous value.
         """
 
-    @property
-    def elsewhere(self) -> int:
-        """The number of ops that other threads are posting, and that are not in flight yet."""
+    def elsewhere(self, lane: int | None) -> int:
+        """Return how many ops other threads are posting that are not in flight yet.
 
-    def elsewhere_in(self, lane: int) -> bool:
-        """Return whether other threads are posting an op of the lane with this number."""
+        :param lane: the number of a lane, to count only its ops; None: count all ops.
+        """
 
     def post(self, target: Any, op: Any, keeper: Any, /) -> Any:
         """Start a plain op on a thread that is not the loop's thread, after the earlier ops of that thread.
@@ -201,16 +199,12 @@ class Shortcuts(Ledger, Protocol):
             name, the method is returned unchanged.
         """
 
-    def window(self, comm: Any, info: Any, /) -> object | None:
-        """Return the value of a window's slot ``_shortcuts``, or None if windows have no shortcuts.
+    def window(self, comm: Any, info: Any, /) -> object:
+        """Return the value of the slot ``_shortcuts`` of a window that the transport of the shortcuts carries.
 
         :param comm: the communicator's handle.
         :param info: the window's record, which ops on the window use.
         """
-
-    @staticmethod
-    def window_method(of: type[Any], function: Callable[..., Any], /) -> Callable[..., Any]:
-        """Return the replacement of a method of windows, as :meth:`method` does."""
 
 
 class NativeTransport(Transport):

@@ -56,7 +56,7 @@ class Post:
         self._thread.start()
         assert await anyio.to_thread.run_sync(self._amid.wait, HANGS)
         assert self.core.shortcuts is not None
-        assert self.core.shortcuts.elsewhere == posting
+        assert self.core.shortcuts.elsewhere(None) == posting
 
     async def go(self) -> Any:
         """Let it go on, and return what its call returns."""

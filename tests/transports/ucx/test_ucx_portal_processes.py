@@ -111,7 +111,7 @@ async def memory_in_use(place: Rank, kind: str) -> None:
         while not amid:  # the thread may have been before this one could look
             arena = torch.zeros(8)
             thread, works = called_elsewhere(lambda mine=arena[:4]: call(mine))
-            while not works and not (amid := shortcuts.elsewhere == 1):
+            while not works and not (amid := shortcuts.elsewhere(None) == 1):
                 pass
             assert in_use(arena.untyped_storage())
             thread.join(HANGS)

@@ -75,9 +75,9 @@ PyObject* method_attribute(PyObject* self, PyObject* name) {
 PyTypeObject* make_type() {
   static PyMemberDef members[] = {{"__vectorcalloffset__", T_PYSSIZET, offsetof(Method, call), READONLY, nullptr},
                                   {nullptr, 0, 0, 0, nullptr}};
-  PyType_Slot slots[] = {{Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-                         {Py_tp_descr_get, reinterpret_cast<void*>(method_bind)},
-                         {Py_tp_getattro, reinterpret_cast<void*>(method_attribute)},
+  PyType_Slot slots[] = {type_slot(Py_tp_call, PyVectorcall_Call),
+                         type_slot(Py_tp_descr_get, method_bind),
+                         type_slot(Py_tp_getattro, method_attribute),
                          {Py_tp_members, members},
                          {0, nullptr}};
   constexpr unsigned flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR |
@@ -90,7 +90,7 @@ PyTypeObject* make_type() {
 
 }  // namespace
 
-nb::object method_of(nb::handle cls, nb::handle function, std::span<const Taken> taken, nb::handle held) {
+nb::object method_of(nb::handle cls, nb::handle function, std::span<const Taken> taken) {
   static PyTypeObject* const type = make_type();
   const auto name = nb::cast<std::string>(function.attr("__name__"));
   const auto found = std::find_if(taken.begin(), taken.end(), [&](const Taken& it) { return name == it.name; });
@@ -107,7 +107,7 @@ nb::object method_of(nb::handle cls, nb::handle function, std::span<const Taken>
   }
   method->cls = reinterpret_cast<PyTypeObject*>(cls.ptr());
   method->slot = slot;
-  method->held = reinterpret_cast<PyTypeObject*>(held.ptr());
+  method->held = reinterpret_cast<PyTypeObject*>(found->held.ptr());
   return nb::steal(reinterpret_cast<PyObject*>(method));
 }
 

@@ -22,11 +22,10 @@ struct Taken {
   const char* name;
   std::array<const char*, kArguments> arguments;
   Start start;
+  nanobind::handle held;  // the type of the slot's object for native calls
 };
 
-// Returns the replacement of a method, or the method itself if native code does not take it. held: the type of the
-// slot's object for native calls.
-nanobind::object method_of(nanobind::handle cls, nanobind::handle function, std::span<const Taken> taken,
-                           nanobind::handle held);
+// Returns the replacement of a method, or the method itself if native code does not take it.
+nanobind::object method_of(nanobind::handle cls, nanobind::handle function, std::span<const Taken> taken);
 
 }  // namespace aiocomms

@@ -17,6 +17,7 @@
 // in the engine. So numbers, records and places have one order, and the loop sees no partial state.
 #include "bindings/shortcuts.hpp"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/unique_ptr.h>
 
 #include <algorithm>
@@ -72,10 +73,12 @@ const Names& names() {
   return *made;
 }
 
-template <typename Function>
-PyType_Slot slot(int number, Function* function) {
-  return {number, reinterpret_cast<void*>(function)};
-}
+// Calls a function when its scope ends.
+template <typename End>
+struct AtEnd {
+  End end;
+  ~AtEnd() { end(); }
+};
 
 struct Kind {
   nb::object record;
@@ -148,13 +151,10 @@ class Shortcuts {
 
   nb::object rings() const { return held_[kRing]; }
   nb::object lanes() const { return held_[kLaneRing]; }
-  bool windows() const { return windows_; }
-  // The number of other threads' ops between their first step and their last.
-  std::size_t elsewhere() const { return elsewhere_.size(); }
-  // Whether one of these ops belongs to the lane.
-  bool elsewhere_in(std::uint64_t lane) const {
-    return std::any_of(elsewhere_.begin(), elsewhere_.end(),
-                       [=](const Caller* it) { return it->in_lane() && it->lane == lane; });
+  // The number of other threads' ops between their first step and their last: those of a lane, or all.
+  std::ptrdiff_t elsewhere(std::optional<std::uint64_t> lane) const {
+    return std::count_if(elsewhere_.begin(), elsewhere_.end(),
+                         [&](const Caller* it) { return !lane || (it->in_lane() && it->lane == *lane); });
   }
 
   // The numbers of all ops, of ops of lanes, and of collectives outside lanes.
@@ -182,9 +182,8 @@ class Shortcuts {
     if (recording) ring().append(entry.ptr());
   }
   // The classes of works, with the fields of WorkObject, and the class of a lane's pending message. op_result: see
-  // WorkObject, a constant of a module. windows: whether windows have shortcuts too.
-  void use(nb::object work, nb::object lane_work, nb::object part, nb::handle op_result, bool windows) {
-    windows_ = windows;
+  // WorkObject, a constant of a module.
+  void use(nb::object work, nb::object lane_work, nb::object part, nb::handle op_result) {
     WorkObject::op_result = op_result.ptr();
     used_ = {std::move(work), std::move(lane_work), std::move(part)};
   }
@@ -367,33 +366,6 @@ class Shortcuts {
     std::optional<PySlot> channel;  // empty: it is not a message
   };
 
-  // Counts a post while this object exists.
-  class Amid {
-   public:
-    explicit Amid(int& posts) : posts_(posts) { ++posts_; }
-    Amid(const Amid&) = delete;
-    Amid& operator=(const Amid&) = delete;
-    ~Amid() { --posts_; }
-
-   private:
-    int& posts_;
-  };
-
-  // Notes an op of another thread while its post runs.
-  class Posting {
-   public:
-    Posting(std::vector<const Caller*>& among, const Caller& caller) : among_(among), caller_(&caller) {
-      among_.push_back(caller_);
-    }
-    Posting(const Posting&) = delete;
-    Posting& operator=(const Posting&) = delete;
-    ~Posting() { among_.erase(std::find(among_.begin(), among_.end(), caller_)); }
-
-   private:
-    std::vector<const Caller*>& among_;
-    const Caller* caller_;
-  };
-
   bool is_plain() const {
     return line() != nullptr && !refusing && !held && PyList_GET_SIZE(held_[kPreHooks].ptr()) == 0;
   }
@@ -405,9 +377,9 @@ class Shortcuts {
   bool watched() const { return PyList_GET_SIZE(held_[kPostHooks].ptr()) != 0; }
   // False: no memory.
   bool note_call(const Started& it) const {
-    const nb::object now = nb::steal(PyFloat_FromDouble(static_cast<double>(now_ns()) * 1e-9));
-    if (now) it.fields().set(WorkObject::kCalled, now.ptr());
-    return static_cast<bool>(now);
+    const nb::object called = nb::steal(PyFloat_FromDouble(now()));
+    if (called) it.fields().set(WorkObject::kCalled, called.ptr());
+    return static_cast<bool>(called);
   }
 
   PyObject* line() const { return held_[kLine].ptr(); }
@@ -504,7 +476,8 @@ class Shortcuts {
     if (watched() && !note_call(it)) return nullptr;
     const nb::object named = name_of(caller, it);
     if (!may_go_on(caller, it, named)) return nullptr;
-    const Amid amid(here_);
+    ++here_;
+    const AtEnd posted_here{[this] { --here_; }};
     double at = 0;
     try {
       const auto meanwhile = [&] { it.call.note_written(); };
@@ -588,7 +561,8 @@ class Shortcuts {
       if (caller.busy) return forget_all(), nullptr;
     }
     count(caller, it, named);
-    const Posting amid(elsewhere_, caller);
+    elsewhere_.push_back(&caller);
+    const AtEnd posted_elsewhere{[&] { std::erase(elsewhere_, &caller); }};
     double at = 0;
     try {
       Unlocked unlocked;
@@ -723,7 +697,6 @@ class Shortcuts {
   std::array<Kind, kNames> kinds_;
   std::vector<Record> records_;
   const nb::object user_ = nb::steal(PyLong_FromLong(kUser));
-  bool windows_ = false;
   int here_ = 0;                          // nested posts of the loop
   std::vector<const Caller*> elsewhere_;  // the callers whose ops other threads are posting
 };
@@ -746,26 +719,22 @@ PyObject* start_on_window(PyObject* held, PyObject*, PyTypeObject*, Arguments ar
   return it.takes() ? it.start<name>(window.caller, &window, args, count) : nullptr;
 }
 
-// The ops with a shortcut: those of windows, or all others.
-template <bool windows, std::size_t... all>
-std::vector<Taken> taken_of(std::index_sequence<all...>) {
-  std::vector<Taken> taken;
-  const auto add = [&]<std::size_t i>() {
+template <std::size_t... all>
+std::array<Taken, kNames> taken_of(std::index_sequence<all...>) {
+  const auto one = []<std::size_t i>() -> Taken {
     constexpr const Signature& it = kSignatures[i];
-    if constexpr ((it.of == Of::kWindows) == windows) {
-      const auto& [first, second, third] = it.arguments;
-      constexpr Start start = windows ? start_on_window<Name{i}> : start_on_line<Name{i}>;
-      taken.push_back({it.name, {first.name, second.name, third.name}, start});
-    }
+    const auto& [first, second, third] = it.arguments;
+    constexpr bool windows = it.of == Of::kWindows;
+    constexpr Start start = windows ? start_on_window<Name{i}> : start_on_line<Name{i}>;
+    const nb::handle held = windows ? nb::type<WindowShortcuts>() : nb::type<Shortcuts>();
+    return {it.name, {first.name, second.name, third.name}, start, held};
   };
-  (add.template operator()<all>(), ...);
-  return taken;
+  return {one.template operator()<all>()...};
 }
 
-template <bool windows>
 nb::object method(nb::handle cls, nb::handle function) {
-  static const std::vector<Taken> taken = taken_of<windows>(std::make_index_sequence<kNames>());
-  return method_of(cls, function, taken, windows ? nb::type<WindowShortcuts>() : nb::type<Shortcuts>());
+  static const std::array<Taken, kNames> taken = taken_of(std::make_index_sequence<kNames>());
+  return method_of(cls, function, taken);
 }
 
 template <typename T>
@@ -782,7 +751,7 @@ int clear(PyObject* self) {
 
 template <typename T>
 std::array<PyType_Slot, 3> collected() {
-  return {slot(Py_tp_traverse, traverse<T>), slot(Py_tp_clear, clear<T>), {0, nullptr}};
+  return {type_slot(Py_tp_traverse, traverse<T>), type_slot(Py_tp_clear, clear<T>), {0, nullptr}};
 }
 
 }  // namespace
@@ -828,18 +797,12 @@ void define_shortcuts(nb::module_& module) {
       .def("end", &Shortcuts::note_end, nb::sig("def end(self, entry: object, /) -> None"))
       .def_prop_ro("ring", &Shortcuts::rings, nb::sig("def ring(self) -> Ring"))
       .def_prop_ro("lanes", &Shortcuts::lanes, nb::sig("def lanes(self) -> Ring"))
-      .def_prop_ro("elsewhere", &Shortcuts::elsewhere)
-      .def("elsewhere_in", &Shortcuts::elsewhere_in, nb::arg("lane"))
-      .def_static("method", &method<false>,
+      .def("elsewhere", &Shortcuts::elsewhere, nb::arg("lane").none())
+      .def_static("method", &method,
                   nb::sig("def method(of: type, function: collections.abc.Callable[..., object], /) -> "
                           "collections.abc.Callable[..., object]"))
-      .def_static("window_method", &method<true>,
-                  nb::sig("def window_method(of: type, function: collections.abc.Callable[..., object], /) -> "
-                          "collections.abc.Callable[..., object]"))
-      .def("use", &Shortcuts::use, nb::arg("work"), nb::arg("lane_work"), nb::arg("part"), nb::arg("op_result"),
-           nb::kw_only(), nb::arg("windows"),
-           nb::sig("def use(self, work: type, lane_work: type, part: type, op_result: object, *, windows: bool) "
-                   "-> None"))
+      .def("use", &Shortcuts::use,
+           nb::sig("def use(self, work: type, lane_work: type, part: type, op_result: object, /) -> None"))
       .def("know", &Shortcuts::know, nb::sig("def know(self, lane: type, /) -> None"))
       .def("follow", &Shortcuts::follow, nb::sig("def follow(self, current: object, /) -> None"))
       .def(
@@ -853,10 +816,9 @@ void define_shortcuts(nb::module_& module) {
       .def(
           "window",
           [](Shortcuts& of, nb::object comm, nb::object info) {
-            if (!of.windows()) return nb::object(nb::none());
-            return nb::cast(WindowShortcuts(nb::find(of), std::move(comm), std::move(info)));
+            return WindowShortcuts(nb::find(of), std::move(comm), std::move(info));
           },
-          nb::sig("def window(self, comm: object, info: object, /) -> WindowShortcuts | None"));
+          nb::sig("def window(self, comm: object, info: object, /) -> WindowShortcuts"));
 }
 
 }  // namespace aiocomms

@@ -1,11 +1,16 @@
-// Attributes of Python objects in slots, which are read in place. That takes 1 ns. A normal attribute access takes 20
-// ns.
+// The slots of types made here, and attributes of Python objects in slots, which are read in place. That takes 1 ns. A
+// normal attribute access takes 20 ns.
 #pragma once
 
 #include <nanobind/nanobind.h>
 #include <structmember.h>
 
 namespace aiocomms {
+
+template <typename Function>
+PyType_Slot type_slot(int number, Function* function) {
+  return {number, reinterpret_cast<void*>(function)};
+}
 
 // Its name is not Slot, because the collectives have a class of that name, and the linker would merge both.
 class PySlot {

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "bindings/slots.hpp"
+
 namespace nb = nanobind;
 
 namespace aiocomms {
@@ -23,11 +25,6 @@ PyObject* await_name = nullptr;
 std::uint32_t awaits = 0;
 
 WorkObject* work_of(PyObject* self) { return reinterpret_cast<WorkObject*>(self); }
-
-template <typename Function>
-PyType_Slot slot(int number, Function* function) {
-  return {number, reinterpret_cast<void*>(function)};
-}
 
 // -------------------------------------------------------------------------------------------- awaits of finished works
 
@@ -67,9 +64,9 @@ PyObject* ended_send(PyObject* self, PyObject*) { return ended_next(self); }
 PyMethodDef ended_methods[] = {{"send", ended_send, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
 
 PyTypeObject* make_ended_type() {
-  PyType_Slot slots[] = {slot(Py_tp_dealloc, ended_dealloc),  slot(Py_am_send, ended_am_send),
-                         slot(Py_tp_iter, PyObject_SelfIter), slot(Py_tp_iternext, ended_next),
-                         slot(Py_tp_methods, ended_methods),  {0, nullptr}};
+  PyType_Slot slots[] = {type_slot(Py_tp_dealloc, ended_dealloc),  type_slot(Py_am_send, ended_am_send),
+                         type_slot(Py_tp_iter, PyObject_SelfIter), type_slot(Py_tp_iternext, ended_next),
+                         type_slot(Py_tp_methods, ended_methods),  {0, nullptr}};
   PyType_Spec spec = {"aiocomms_ucx._engine.Ended", sizeof(Ended), 0,
                       Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
   return reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
@@ -159,12 +156,12 @@ PyGetSetDef work_getters[] = {{"op", work_op, nullptr, nullptr, nullptr},
                               {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyTypeObject* make_work_type() {
-  PyType_Slot slots[] = {slot(Py_tp_dealloc, work_dealloc),
-                         slot(Py_tp_traverse, work_traverse),
-                         slot(Py_tp_clear, work_clear),
-                         slot(Py_am_await, work_await),
-                         slot(Py_tp_members, work_members.data()),
-                         slot(Py_tp_getset, work_getters),
+  PyType_Slot slots[] = {type_slot(Py_tp_dealloc, work_dealloc),
+                         type_slot(Py_tp_traverse, work_traverse),
+                         type_slot(Py_tp_clear, work_clear),
+                         type_slot(Py_am_await, work_await),
+                         type_slot(Py_tp_members, work_members.data()),
+                         type_slot(Py_tp_getset, work_getters),
                          {0, nullptr}};
   PyType_Spec spec = {"aiocomms_ucx._engine.WorkFields", sizeof(WorkObject), 0,
                       Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
