@@ -1,10 +1,10 @@
-"""aiocomms for synchronous programs: the same methods in blocking form, over an asyncio loop in its own thread.
+"""aiocomms for synchronous programs: the same methods in blocking form. An asyncio loop runs in a separate thread.
 
 >>> with aiocomms.blocking.new_comm("auto") as comm:
 ...     t = comm.all_reduce(t).wait()
 
-A method that returns a :class:`~aiocomms.Work` elsewhere returns a :class:`BlockingWork` here. A coroutine method
-elsewhere blocks here.
+If a method of :mod:`aiocomms` returns a :class:`~aiocomms.Work`, the method here returns a :class:`BlockingWork`. If a
+method of :mod:`aiocomms` is a coroutine function, the method here blocks.
 """
 
 from __future__ import annotations

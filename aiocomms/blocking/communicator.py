@@ -15,7 +15,7 @@ from aiocomms.communicator.portal.portal import Portal
 class Communicator(Portal):
     """One rank's handle on a fixed, ordered group of ranks, for a synchronous program; made by :func:`new_comm`.
 
-    Any thread may use it. Its hooks are called on the thread of its event loop.
+    Any thread may use the communicator. Its event loop's thread calls the hooks.
     """
 
     def __init__(self, comm: communicator.Communicator, thread: LoopThread) -> None:
@@ -27,12 +27,12 @@ class Communicator(Portal):
         return repr(self._comm)
 
     def close(self) -> None:
-        """Close the communicator: let pending ops end, withdraw unmatched receives, and release all resources.
+        """Close the communicator: let pending ops end, cancel unmatched receives, and release all resources.
 
         Idempotent: a second caller waits until the first call has ended. Pending ops have up to 5 seconds to end.
 
-        :raises RuntimeError: the caller is on the loop's own thread, in a hook for example.
-        :raises CommError: a transport failed while it closed; everything else is released.
+        :raises RuntimeError: the caller is on the loop's own thread, for example in a hook.
+        :raises CommError: a transport failed to close; everything else is released.
         """
         with self._use.ending(self._door):
             super().close()
@@ -40,7 +40,7 @@ class Communicator(Portal):
     def reconfigure(
         self, ranks: Sequence[int] | None = None, *, size: int | None = None, timeout: float | timedelta = 10.0
     ) -> Self:
-        """Form a communicator that replaces this one, and close this one once the new one is formed.
+        """Form a communicator that replaces this one. Close this one when the new one is formed.
 
         See :meth:`aiocomms.Communicator.reconfigure`.
         """

@@ -40,7 +40,7 @@ class CompoundWork(Handle, dist.Work):
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
-        """Return the error of the work; None: it has not failed, or has not ended."""
+        """Return the error of the work; None if the work has not failed, or has not ended."""
         if not self.is_completed():
             return None
         try:

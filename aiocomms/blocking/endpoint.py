@@ -1,4 +1,4 @@
-"""Endpoints for synchronous programs, and for frameworks that call from threads of their own."""
+"""Endpoints for synchronous programs, and for frameworks that call the library from their own threads."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Endpoint(Handle):
         self._endpoint = endpoint
         self._door = Door(_Inside(endpoint))
         self._views: dict[Peer, BlockingPeer] = {}
-        """The views of the open connections; the loop's thread alone uses this dict."""
+        """The views of the open connections. Only the loop's thread uses this dict."""
         self._use = Use(thread)
 
     def __repr__(self) -> str:
@@ -101,7 +101,7 @@ class Endpoint(Handle):
         """Wait for the next endpoint that connects to this one; see :meth:`aiocomms.Endpoint.accept`.
 
         :param timeout: the seconds to wait; None: no limit.
-        :raises TimeoutError: no endpoint connected in time; the next call returns one that connects later.
+        :raises TimeoutError: no endpoint connected in time. If an endpoint connects later, the next call returns it.
         """
 
         async def view() -> BlockingPeer:
@@ -121,7 +121,7 @@ class Endpoint(Handle):
         return self._run("register", region)
 
     def close(self) -> None:
-        """Close the endpoint: every connection, and its listener. See :meth:`aiocomms.Endpoint.aclose`.
+        """Close all connections of the endpoint, and stop listening. See :meth:`aiocomms.Endpoint.aclose`.
 
         Idempotent: a second caller waits until the first call has ended.
 

@@ -66,7 +66,7 @@ class LoopThread:
             self._users += 1
 
     def leave(self) -> None:
-        """Count one user less, and end the thread after the last user."""
+        """Count one user less. After the last user, end the thread."""
         with self._lock:
             self._users -= 1
             last = not self._users
@@ -79,7 +79,7 @@ class LoopThread:
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """End the loop, which closes everything that is still open, and wait until the thread has ended. Idempotent."""
+        """End the loop, which closes all open objects, and wait until the thread has ended. Idempotent."""
         if self.alive and threading.current_thread() is not self._thread:
             with contextlib.suppress(RuntimeError):  # The loop has ended just now.
                 self._loop.call_soon_threadsafe(self._stop.set)
@@ -132,7 +132,7 @@ def blocking(
 ) -> Callable[_P, _Blocking]:
     """Return a function that starts a thread with an event loop, and opens an object on that loop.
 
-    :param open_: the function that opens the object; its result is awaited on the loop.
+    :param open_: the function that opens the object. The loop awaits the result of this function.
     :param wrap: the function that makes the blocking object from the opened object.
     :param described: the beginning of the returned function's docstring.
     """
@@ -154,7 +154,7 @@ def blocking(
 
 
 def _end(thread: weakref.ref[LoopThread]) -> None:
-    """Close, at the end of the interpreter, everything that the program has left open."""
+    """Close, at the end of the interpreter, all objects that the program has left open."""
     left = thread()
     if left is not None:
         pending.stand_still()

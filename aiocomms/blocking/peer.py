@@ -1,4 +1,4 @@
-"""The peers and regions of a blocking endpoint. Any thread but the event loop's may use them."""
+"""The peers and regions of a blocking endpoint. Any thread except the event loop's thread may use them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Given = TypeVar("Given", bound=TensorLike)
 class BlockingPeer(Handle):
     """The connection to another endpoint: an :class:`aiocomms.Peer` in blocking form.
 
-    Any thread but the event loop's may use it.
+    Any thread except the event loop's thread may use the object.
 
-    Each method has the arguments, the result and the errors of the peer's method of the same name. If the peer's method
-    returns a :class:`~aiocomms.Work`, this method returns a :class:`~aiocomms.BlockingWork`. If the peer's method is a
-    coroutine function, this method blocks.
+    Each method has the arguments, the result and the errors of the method of the same name of :class:`aiocomms.Peer`.
+    If that method returns a :class:`~aiocomms.Work`, the method here returns a :class:`~aiocomms.BlockingWork`. If that
+    method is a coroutine function, the method here blocks.
     """
 
     name: str
@@ -43,8 +43,8 @@ class BlockingPeer(Handle):
     def __init__(self, door: Door, peer: Peer) -> None:
         """Make the view of a peer, on the loop's thread.
 
-        :param door: the endpoint's door. The connection is closed through this door, because the connection's own door
-            closes with the connection.
+        :param door: the endpoint's :class:`Door`. The connection is closed through this door, because the door of the
+            connection's communicator closes with the connection.
         """
         self.name, self.address, self.transports = peer.name, peer.address, peer.transports
         self._peer, self._other, self._door = peer, peer._other, door
@@ -150,7 +150,7 @@ class BlockingPeer(Handle):
 
 
 class BlockingRegion(Handle):
-    """An :class:`aiocomms.Region` in blocking form. Any thread but the event loop's may use it. ``with`` revokes it."""
+    """An :class:`aiocomms.Region` in blocking form, for threads other than the event loop's. ``with`` revokes it."""
 
     tensor: Tensor
     descriptor: bytes
@@ -209,7 +209,7 @@ class BlockingRemoteRegion(Described):
         self, tensor: Given, offsets: Sequence[int] | Tensor, starts: Sequence[int] | Tensor, count: int,
         *, timeout: OpTimeout = COMM_TIMEOUT,
     ) -> BlockingWork[Given]:  # fmt: skip
-        """Write runs of elements, all of one length, into the region; see :meth:`aiocomms.RemoteRegion.put_v`."""
+        """Write runs of elements, all of the same length; see :meth:`aiocomms.RemoteRegion.put_v`."""
         self._check("put_v", "written", self.writable)
         with self._counting:
             work = self._window.put_v(tensor, self._owner, offsets, starts, count, timeout=timeout)

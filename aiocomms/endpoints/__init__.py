@@ -1,1 +1,1 @@
-"""Endpoints: processes communicate pairwise without ranks, after one connects to the address of the other."""
+"""Endpoints. Two processes communicate without ranks after one of them has connected to the other's address."""

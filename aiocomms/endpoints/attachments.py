@@ -1,8 +1,8 @@
 """Regions that two endpoints open to each other: windows in which only the owner has memory.
 
-Both ends open and close windows in the same order, which rank 0, the leader, decides. Rank 0 makes each call first and
-then sends a note; rank 1 makes the same calls in the order of the notes. So rank 1 asks rank 0 to open or close a
-region. Notes need no pending receive.
+Both ends open and close windows in the same order, which rank 0, the leader, decides. Rank 0 makes each call first, and
+then sends a note. Rank 1 makes the same calls in the order of the notes. If rank 1 wants to open or close a region,
+rank 1 asks rank 0. Notes arrive without a pending receive.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Attachments:
     async def attach(self, descriptor: bytes, says: Descriptor) -> Attachment:
         """Return the attachment of a region of the other endpoint; open the region if it is not open.
 
-        The opening goes on if the call is cancelled; the next call finds the region.
+        If the call is cancelled, the opening continues, and the next call finds the region.
 
         :param says: the content of ``descriptor``, decoded.
         :raises RegionError: the other endpoint refuses the request.
@@ -172,7 +172,7 @@ class Attachments:
                 self._stop(attachment, why)
 
     async def settle(self) -> None:
-        """Wait for all openings under way: the other end takes part in each opening, and would wait for this end."""
+        """Wait for all pending openings, because the other end takes part in each opening and waits for this end."""
         for question in list(self._questions.values()):
             await question.answered
         for attachment in list(self._known.values()):
@@ -193,7 +193,7 @@ class Attachments:
         self.say(Bye())
 
     def end(self, error: CommError) -> None:
-        """End all requests and attachments, because the communicator is lost or closed. Only the first call counts."""
+        """End all requests and attachments after the loss or close of the communicator. Only the first call counts."""
         if self._over is not None:
             return
         self._over = error
@@ -220,7 +220,7 @@ class Attachments:
             raise wrong_thread(f"{op} on '{self._comm.name}'")
 
     def _spawn(self, call: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run a coroutine in a task. An exception in it loses the connection, and does not spread further."""
+        """Run a coroutine in a task. If the coroutine raises, the connection is lost, and the exception ends here."""
 
         async def run() -> None:
             try:

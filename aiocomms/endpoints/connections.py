@@ -1,9 +1,9 @@
-"""Connections of one endpoint: how each is formed, by a call of either endpoint, and how it ends.
+"""Connections of one endpoint: their formation by a call of either endpoint, and their end.
 
-The endpoint that wants a connection calls the other one. The caller connects, proves that it belongs to the job, and
-names its endpoint. Once the other endpoint has agreed, the caller confirms the call. If two calls cross, the call of
-the endpoint with the lower number counts, and the other call is refused. Both endpoints then form a communicator of two
-ranks over the line of the call, and close the line.
+The endpoint that wants a connection calls the other one. The caller opens a socket, proves that it belongs to the job,
+and names its endpoint. Once the other endpoint has agreed, the caller confirms the call. If two calls cross, the call
+of the endpoint with the lower number counts, and the other call is refused. Both endpoints then form a communicator of
+two ranks over the socket of the call, and close the socket.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _ANSWERS: Final = 10.0
 _AT_ONCE: Final = 32
 """The most calls that this endpoint answers at once; other callers wait."""
 _MOST_GONE: Final = 16
-"""The most connections that are kept although the other end has closed them and no task has accepted them."""
+"""The largest number of connections that the other end has closed, and that wait for :meth:`Connections.accept`."""
 _PAUSE: Final = 0.01
-"""The seconds between a crossed call and the next call: the other endpoint may have given up its own call."""
+"""The seconds between a crossed call and the next one, which is needed if the other endpoint gives up its call."""
 
 
 class _Forming:
@@ -81,7 +81,7 @@ class Connections:
         """The state that the transports keep for all connections."""
         self._peers: dict[bytes, Peer] = {}
         self._left: dict[Peer, None] = {}
-        """The connections that the other end has closed and this end has not."""
+        """The connections that the other end has closed, but this end has not."""
         self._all: WeakSet[Peer] = WeakSet()
         self._forming: dict[bytes, _Forming] = {}
         """The connections that are being formed, by the number of the other endpoint."""
@@ -89,7 +89,7 @@ class Connections:
         """The scopes that :meth:`close` cancels."""
         self._limit = anyio.Semaphore(_AT_ONCE)
         self._arrived: dict[Peer, None] = {}
-        """The connections that another endpoint has asked for and no task has accepted."""
+        """The connections that another endpoint has asked for, and that no task has accepted yet."""
         self._arrival, self._idle = Bell(self._driver), Bell(self._driver)
         self._tasks = 0
         self._numbers = itertools.count(1)

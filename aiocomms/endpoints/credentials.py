@@ -1,7 +1,7 @@
 """Credentials of an endpoint, as bytes: its address, to which others connect, and descriptors of its regions.
 
-Every process with the job's token can check an address, so a forged one is refused. Only the endpoint that made a
-descriptor can check it: the key never leaves that endpoint.
+Every process with the job's token can check an address, and refuses a forged address. Only the endpoint that made a
+descriptor can check the descriptor, because the key never leaves that endpoint.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def where(self) -> str:
-        """The words for the endpoint in errors: its name, host and port."""
+        """The description of the endpoint in errors: its name, host and port."""
         return f"the endpoint {self.name} at {self.host}:{self.port}"
 
     def pack(self) -> bytes:
@@ -118,8 +118,8 @@ def expired(expires: float) -> bool:
 def read_address(data: object, *, late: bool = False) -> Address:
     """Decode and check an address.
 
-    :param late: whether to accept an expired address. Only an endpoint that connects to an expired address refuses the
-        address.
+    :param late: whether to accept an expired address. An endpoint refuses to connect to an expired address, but accepts
+        the expired address of an endpoint that connects.
     :raises ArgumentTypeError: the data is not bytes.
     :raises ArgumentError: the data is no address, or the address has expired.
     :raises AuthError: the address was not made with this job's token.
@@ -141,7 +141,7 @@ def read_address(data: object, *, late: bool = False) -> Address:
 
 
 def read_descriptor(data: object) -> Descriptor:
-    """Decode a descriptor, unchecked: only its owner can check the signature.
+    """Decode a descriptor. Only the descriptor's owner can check the signature, so this function does not check it.
 
     :raises ArgumentTypeError: the data is not bytes.
     :raises RegionError: the data is no descriptor.

@@ -1,4 +1,4 @@
-"""An endpoint: other processes connect to its address, and it opens memory regions and pools to them."""
+"""Endpoints, to which other processes connect to use regions and pools of this process's memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def opened(
 
 
 class _Alone:
-    """A stand-in for a communicator in the checks of tensors; only its device matters."""
+    """A substitute for a communicator in the checks of tensors, which use only its device."""
 
     rank, size = 0, 1
     fast_check: Callable[[object, bool], bool] | None = None
@@ -64,10 +64,10 @@ class _Alone:
 
 
 class Endpoint(Handle):
-    """A point to which other processes connect by its address; made by :func:`aiocomms.open_endpoint`.
+    """An object with an address to which other processes connect; made by :func:`aiocomms.open_endpoint`.
 
-    The endpoint belongs to the event loop, thread and process that made it. The endpoint wakes the event loop only when
-    another endpoint connects.
+    Only the event loop, thread and process that made the endpoint may use it. The endpoint wakes the event loop only
+    when another endpoint connects.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Endpoint(Handle):
 
     @property
     def address(self) -> bytes:
-        """The address to which others connect: at most 1,024 bytes, signed with the job's token if there is one."""
+        """The address to which other endpoints connect: at most 1,024 bytes, signed with the job's token, if any."""
         return self._address.pack()
 
     @property
@@ -122,7 +122,7 @@ class Endpoint(Handle):
         :param address: the address of the other endpoint.
         :param timeout: the deadline in seconds; None: 600 s. The default is the endpoint's timeout.
         :raises ArgumentError: ``address`` is no address, is this endpoint's own, or has expired; nothing was sent.
-        :raises AuthError: the address was not made with this job's token, or the process at the address lacks it.
+        :raises AuthError: the address was not made with this job's token, or the process there has another token.
         :raises MismatchError: the other endpoint has another transport or device.
         :raises PeerDiedError: no endpoint listens at the address any more.
         :raises CommTimeoutError: the deadline has passed.
@@ -138,7 +138,7 @@ class Endpoint(Handle):
     async def accept(self) -> Peer:
         """Wait for the next endpoint that connects to this one.
 
-        Each connection is returned only once, even if :meth:`connect` has found it.
+        The method returns each connection once, even if :meth:`connect` has also returned the connection.
 
         :raises CommClosedError: this endpoint is closed.
         """
@@ -151,14 +151,14 @@ class Endpoint(Handle):
     def register(
         self, tensor: TensorLike, *, read: bool = True, write: bool = True, lifetime: Timeout = None
     ) -> Region:
-        """Let connected endpoints access memory of this process if they have the region's descriptor.
+        """Make a region: memory of this process that connected endpoints may access with the region's descriptor.
 
-        :param tensor: the memory: a contiguous tensor of any shape and dtype. The first opening of the region may move
-            the tensor's storage to shared memory, in place: the tensor and its views stay valid. No other thread may
-            use the tensor during the move. Memory that is shared already (``share_memory_()``) is not moved.
-        :param read: whether others may read the region.
-        :param write: whether others may write the region.
-        :param lifetime: the seconds for which others may use the region; None: until the region is revoked.
+        :param tensor: the memory: a contiguous tensor of any shape and dtype. When an endpoint first opens the region,
+            the transport may move the tensor's storage to shared memory. The tensor and its views stay valid. No other
+            thread may use the tensor during the move. Memory that is already shared (``share_memory_()``) is not moved.
+        :param read: whether other endpoints may read the region.
+        :param write: whether other endpoints may write the region.
+        :param lifetime: the seconds for which other endpoints may use the region; None: until the region is revoked.
         :raises ArgumentError: an argument is wrong.
         """
         self._check("register")
@@ -183,11 +183,12 @@ class Endpoint(Handle):
         return region
 
     def new_pool(self, tensor: TensorLike) -> Pool:
-        """Make a pool of equal blocks of memory. Tasks lease blocks, and hand them over to other endpoints.
+        """Make a pool of memory blocks of equal size. Tasks lease blocks, and hand them over to other endpoints.
 
-        :param tensor: the memory, ``[blocks, ...]``, of two dimensions or more; otherwise as for :meth:`register`.
+        :param tensor: the memory, of shape ``[blocks, ...]`` and at least two dimensions. The conditions for the tensor
+            of :meth:`register` also apply.
         :raises ArgumentError: the tensor is not as described above, or has no elements.
-        :raises UnsupportedOperation: the endpoint's tensors are on a GPU.
+        :raises UnsupportedOperation: the endpoint's device is a GPU.
         """
         self._check("new_pool")
         try:
@@ -208,10 +209,10 @@ class Endpoint(Handle):
     def handed(self) -> HandedLeases:
         """Return an iterator of the leases that other endpoints hand over to this one, in the order of arrival.
 
-        Several tasks may loop ``async for handed in here.handed():``. Each lease goes to one of these tasks. The loops
-        end when this endpoint is closed. The iterator skips a lease that its owner has taken back, or whose connection
-        is over. An owner has at most 1,024 hand-overs under way. If no task takes a lease, the owner takes the lease
-        back at the deadline of the hand-over.
+        Several tasks may run the loop ``async for handed in here.handed():``. Each lease goes to one of these tasks.
+        The loops end when this endpoint is closed. The iterator skips a lease that its owner has taken back, or whose
+        connection is over. An owner has at most 1,024 pending hand-overs. If no task takes a lease, the owner takes the
+        lease back at the deadline of the hand-over.
         """
         return HandedLeases(self._counter)
 

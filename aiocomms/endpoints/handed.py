@@ -32,8 +32,8 @@ class HandedLease(Handle):
     """Blocks that another endpoint has handed over; made by :meth:`Endpoint.handed`.
 
     ``async with`` gives the blocks back at the end of its body. If the body raises an exception, the blocks are
-    released without an answer, and the owner gets the exception's text as the reason. In both cases the block ends
-    once no operation on the blocks moves data, even if the task is cancelled.
+    released without an answer, and the owner gets the exception's text as the reason. In both cases ``async with``
+    waits until no operation on the blocks moves data, even if the task is cancelled.
     """
 
     def __init__(self, peer: Peer, incoming: Incoming, blocks: tuple[int, ...]) -> None:
@@ -79,7 +79,8 @@ class HandedLease(Handle):
     def error(self) -> CommError | None:
         """The reason why the blocks are unusable; None if they are usable or were given back.
 
-        Reasons are that the owner took the blocks back, this endpoint dropped them, or the connection is over.
+        Possible reasons: the owner took the blocks back, this endpoint released them without an answer, or the
+        connection is over.
         """
         return self._incoming.error
 
@@ -116,7 +117,7 @@ class HandedLease(Handle):
     async def flush(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
         """Wait until all writes so far are visible to the owner, without giving the blocks back.
 
-        Afterwards a message can tell the owner's program that, for example, a layer is complete.
+        Afterwards this program may tell the owner's program, for example in a message, that a layer is complete.
 
         :param timeout: the deadline in seconds; None: no deadline. The default is the endpoint's timeout.
         :raises LeaseError: the owner has taken the blocks back, or this endpoint has given them back.
@@ -242,7 +243,7 @@ class HandedLease(Handle):
     # -------------------------------------------------------------------------------------------------------- layout
 
     def _moves(self, name: str, given: Any, part: int | None) -> list[tuple[Any, Places, Places, int]]:
-        """Return transfers: a tensor, offsets of runs in the blocks and in the tensor, and the elements of a run."""
+        """Return transfers as tuples: a tensor, the runs' offsets in the blocks and in the tensor, and a run's size."""
         count, offsets = _places(self._shape, self._blocks, part)
         wanted = (len(self), *self._shape[1 if part is None else 2 :])
         if isinstance(given, LeasedBlocks):
@@ -267,7 +268,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 @unaffected
 def _places(shape: Sequence[int], blocks: Sequence[int], part: int | None) -> tuple[int, Tensor]:
-    """Return the number of elements of a block or of its part, and the offset of each in memory of that shape.
+    """Return the number of elements of a block or of its part, and the offsets of these in memory of ``shape``.
 
     :raises ArgumentError: the part is out of range.
     """

@@ -31,9 +31,9 @@ MOST_BODY: Final = 256 * 1024
 _PIECE: Final = 1600
 """The bytes of a body that fit into a note."""
 _MOST_WAITING: Final = 1024
-"""The most incoming hand-overs of one connection at once; an endpoint makes no more."""
+"""The largest number of pending hand-overs from the other endpoint, which must not make more."""
 _PARTING: Final = 1.0
-"""The seconds for which an end that closes waits until the other end has released its blocks."""
+"""The seconds for which a closing end waits until the other end has released the closing end's blocks."""
 
 
 class Counter:
@@ -113,7 +113,7 @@ class Incoming:
         self.error: CommError | None = None
         """The reason why the blocks are unusable; None if they are usable or were given back."""
         self.answer: bytes | None = None
-        """The body of the answer; None if the blocks are in use, dropped or taken back."""
+        """The body of the answer; None if the blocks are in use, or were released without an answer or taken back."""
         self.told = False
         """True once an error told the program that the blocks are unusable."""
 
@@ -182,12 +182,12 @@ class HandOvers:
         """Start without hand-overs.
 
         :param counter: the hand-over state of the endpoint.
-        :param peer: the connection, as :class:`HandedLease` gets it.
+        :param peer: the connection, for :class:`HandedLease`.
         :param borrower: the number of the other endpoint.
-        :param say: sends a note to the other end.
-        :param flush: waits until the puts into a region, named by its descriptor, are visible.
-        :param earlier: waits until this end of each earlier connection with that endpoint is closed.
-        :param lose: loses the connection.
+        :param say: a function that sends a note to the other end.
+        :param flush: a function that waits until the puts into the region of a descriptor are visible.
+        :param earlier: a function that waits until this end of each earlier connection with that endpoint is closed.
+        :param lose: a function that makes the connection lost.
         """
         self.driver = driver
         self._counter, self._ledger, self._peer, self._borrower = counter, counter.ledger, peer, borrower
@@ -460,7 +460,7 @@ def encoded(name: str, value: list[Any]) -> bytes:
 def _decoded(body: bytes, count: int) -> list[Any]:
     """Decode a body of ``count`` parts.
 
-    :raises ProtocolError: the body has other parts.
+    :raises ProtocolError: the body does not have ``count`` parts.
     """
     found = codec.decode(body)
     if type(found) is not list or len(found) != count:

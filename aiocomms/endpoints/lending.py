@@ -9,12 +9,12 @@
                 +--cut-------------+--> cut --quiet--> over, or held --freed--> over
 
 A transition is a pure function: it takes a state and an event, and returns the next state and the actions to carry out.
-:mod:`aiocomms.endpoints.handovers` carries them out. ``tests/unit/test_lending_model.py`` visits every state that both
-machines reach together under cancellations, delays, losses and deaths.
+:mod:`aiocomms.endpoints.handovers` carries the actions out. ``tests/unit/test_lending_model.py`` visits every state
+that both machines reach together under cancellations, delays, losses and deaths.
 
 An owner waits for a borrower only for a bounded time. A borrower whose process maps the blocks may still write into
-them until it has released them. Such blocks stay out of circulation. A late read does not harm the owner, and the
-reader detects it (:attr:`aiocomms.endpoints.pools.LeaseLedger.words`).
+them until it has released them. No lease gets such blocks. A late read does not harm the owner, and the reader detects
+a late read (:attr:`aiocomms.endpoints.pools.LeaseLedger.words`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Out(enum.Enum):
     RECALLED = enum.auto()
     """The owner has recalled the blocks, and the borrower has not released them yet."""
     CUT = enum.auto()
-    """The connection is over, and its end here is not closed yet."""
+    """The connection is over, and this end of the connection is not closed yet."""
     HELD = enum.auto()
     """The hand-over is over, and the borrower may still write into the blocks."""
     OVER = enum.auto()
@@ -90,7 +90,7 @@ def returned(lent: Lent) -> LentStep:
 def parted(lent: Lent) -> LentStep:
     """Note that the borrower has released the blocks because it knows that the connection is over.
 
-    If this end has not noticed the loss yet, the hand-over ends when this end notices the loss, which is the reason.
+    If this end has not noticed the loss yet, the hand-over ends when this end notices it, with the loss as the reason.
     """
     if lent.state in (Out.LENT, Out.RECALLED):
         return Lent(False, lent.state), ()

@@ -20,16 +20,16 @@ _LOOPBACK: Final = "127.0.0.1"
 class open_endpoint(Opening["Endpoint"]):  # noqa: N801 - programs call the class like a function
     """Open an endpoint; other processes connect to its address, without ranks, store or launcher.
 
-    Await it to get an :class:`Endpoint`, or write ``async with open_endpoint(...) as here:``, which closes the endpoint
-    at the end of the body.
+    Await the result to get an :class:`Endpoint`. Or write ``async with open_endpoint(...) as here:``, which closes the
+    endpoint at the end of the body.
 
     :param transport: a transport's name; ``"auto"`` for the best available one; or a mapping from some families of
         operations (``"collectives"``, ``"p2p"``, ``"rma"``) to transports' names. Endpoints that connect to each
         other must have the same transport.
     :param device: the device of all tensors.
-    :param host: the address of this host at which others connect. The default admits only processes of this host. If
-        other hosts can reach the address, the job must have a token.
-    :param lifetime: the seconds for which others may connect to the address; None: as long as the endpoint is open.
+    :param host: the address of this host at which other endpoints connect. The default admits only processes of this
+        host. If other hosts can reach the address, the job must have a token.
+    :param lifetime: the seconds for which other endpoints may connect; None: as long as the endpoint is open.
     :param name: the endpoint's name in errors and reports, up to 200 characters. Other endpoints show its first 64
         characters.
     :param timeout: the deadline in seconds for connecting, and the default deadline of ops. If None, ops have no

@@ -54,9 +54,8 @@ class End(enum.Enum):
 class Peer(Handle):
     """A connected endpoint; made by :meth:`Endpoint.connect` and :meth:`Endpoint.accept`.
 
-    The two endpoints form a communicator of two ranks. It has the same deadlines, errors, records of operations and
-    rules as every communicator. The loss of one connection does not affect other peers. ``async with`` closes the
-    connection.
+    The two endpoints form a communicator of two ranks, with the deadlines, errors, flight recorder and rules of every
+    communicator. The loss of one connection does not affect other peers. ``async with`` closes the connection.
     """
 
     _signals: Window
@@ -74,9 +73,10 @@ class Peer(Handle):
         """Start with a communicator of two ranks.
 
         :param grant: see :class:`Attachments`.
-        :param ended: called when the connection ends.
+        :param ended: a function that is called when the connection ends.
         :param counter: the hand-over state of this endpoint.
-        :param earlier: waits until this end of each earlier connection with that endpoint is closed.
+        :param earlier: a function that waits until this end of each earlier connection with the other endpoint is
+            closed.
         :param endpoint: the name of this endpoint.
         """
         self._comm, self._address, self._ended = comm, address, ended
@@ -100,7 +100,7 @@ class Peer(Handle):
         return f"<Peer {self.name} of {self._comm!r}>"
 
     async def _begin(self) -> None:
-        """Open the window for signals together with the other end; afterwards both ends receive notes."""
+        """Open the window for signals together with the other end. Afterwards both ends receive notes."""
         # The window for signals has one element: signals of an empty window would not be ordered behind puts.
         memory = buffers.zeros(1, dtype=torch.uint8, device=self._comm.device)
         self._signals = await self._comm._begin_window(memory, name="")
@@ -112,7 +112,7 @@ class Peer(Handle):
     def name(self) -> str:
         """The other endpoint's name, then the beginning of that endpoint's number, for example ``decode@1f60c2b7``.
 
-        If the other endpoint has no name, this is only the first 8 hexadecimal digits of the number.
+        If the other endpoint has no name, this property has only the first 8 hexadecimal digits of the number.
         """
         return self._address.name
 
@@ -130,15 +130,15 @@ class Peer(Handle):
     def closed(self) -> bool:
         """True once the connection is over: closed on either side, or lost.
 
-        If the other side closed the connection, messages that it sent before can still be received.
+        If the other side closed the connection, this side can still receive messages that were sent before.
         """
         return self._over.is_set
 
     def statistics(self) -> Statistics:
         """Return the statistics of the connection at this end; see :meth:`Communicator.statistics`.
 
-        The windows in the statistics are the open regions. ``bytes`` counts the bytes of this endpoint's regions,
-        ``peer_bytes`` those of the other endpoint's regions.
+        The windows in the statistics are the open regions. ``bytes`` counts the bytes of this endpoint's regions.
+        ``peer_bytes`` counts the bytes of the other endpoint's regions.
         """
         return self._comm.statistics()
 
@@ -225,7 +225,7 @@ class Peer(Handle):
         return remote
 
     async def _attached(self, descriptor: bytes, timeout: OpTimeout) -> tuple[RemoteRegion, OpTimeout]:
-        """Return the region, and the rest of the deadline."""
+        """Return the region, opened if needed, and the timeout that is left for the operation."""
         remote = self._remotes.get(descriptor) if type(descriptor) is bytes else None
         if remote is not None and not remote.closed:
             return remote, timeout
@@ -241,7 +241,7 @@ class Peer(Handle):
         """Write a tensor into a region: call :meth:`attach` if needed, then :meth:`RemoteRegion.put`.
 
         :returns: ``tensor``, which you may change again.
-        :raises CommError: one of the two methods has failed.
+        :raises CommError: :meth:`attach` or :meth:`RemoteRegion.put` has failed.
         """
         remote, left = await self._attached(descriptor, timeout)
         return await remote.put(tensor, offset, timeout=left)
@@ -252,7 +252,7 @@ class Peer(Handle):
         """Read from a region into a tensor: call :meth:`attach` if needed, then :meth:`RemoteRegion.get`.
 
         :returns: ``tensor``.
-        :raises CommError: one of the two methods has failed.
+        :raises CommError: :meth:`attach` or :meth:`RemoteRegion.get` has failed.
         """
         remote, left = await self._attached(descriptor, timeout)
         return await remote.get(tensor, offset, timeout=left)
@@ -260,7 +260,7 @@ class Peer(Handle):
     async def signal(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
         """Wait until all puts so far have arrived, then send a signal.
 
-        The other endpoint receives it by :meth:`wait_signal`.
+        The other endpoint receives the signal with :meth:`wait_signal`.
 
         :param timeout: the deadline in seconds; None: no deadline. The default is the endpoint's timeout.
         :raises CommTimeoutError: the puts have not arrived in time.
@@ -276,7 +276,7 @@ class Peer(Handle):
         await self._signals.signal(self._other, timeout=timeout)
 
     def wait_signal(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> Work[None]:
-        """Wait for one signal of the other endpoint and consume it; see :meth:`Window.wait_signal`."""
+        """Wait for one signal of the other endpoint, and consume the signal; see :meth:`Window.wait_signal`."""
         return self._signals.wait_signal(self._other, timeout=timeout)
 
     # -------------------------------------------------------------------------------------------------------- leases
@@ -284,11 +284,12 @@ class Peer(Handle):
     async def hand_over(
         self, lease: Lease, meta: Any = None, *, write: bool = False, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Any:
-        """Lend the blocks of a lease to the other endpoint until it gives them back; see :meth:`Endpoint.handed`.
+        """Lend the blocks of a lease to the other endpoint, and wait until that endpoint gives the blocks back.
 
-        If the call fails or is cancelled, it takes the blocks back, and waits up to 5 s for the other endpoint to
-        release them. If the other endpoint does not release them, the connection is lost. Blocks into which the other
-        endpoint may still write count as :attr:`Pool.held` after the end of the lease.
+        The other endpoint gets the blocks from :meth:`Endpoint.handed`. If this call fails or is cancelled, it takes
+        the blocks back, and waits up to 5 s for the other endpoint to release them. If the other endpoint does not
+        release them, the connection is lost. Blocks into which the other endpoint may still write count as
+        :attr:`Pool.held` after the end of the lease.
 
         :param lease: a lease of a pool of this endpoint. A lease may be handed over several times, also concurrently.
         :param meta: an object for the other program. It must be an object that :meth:`send_object` accepts, of at most
@@ -300,7 +301,7 @@ class Peer(Handle):
         :returns: the answer that the other program passed to :meth:`HandedLease.give_back`. All writes of the other
             program are visible by then.
         :raises ArgumentError: an argument is wrong; nothing was sent.
-        :raises LeaseError: the other program has dropped the blocks, or the lease has ended.
+        :raises LeaseError: the other program has released the blocks without an answer, or the lease has ended.
         :raises CommTimeoutError: the blocks were not given back in time. If the other endpoint does not release them
             within 5 s more, the connection is lost.
         :raises CommError: the connection is lost or closed.
@@ -331,7 +332,7 @@ class Peer(Handle):
     async def lost(self) -> CommError:
         """Wait until the connection is lost, for example by the death of a process, an abort or a deadline.
 
-        :returns: the reason, as :meth:`Communicator.lost` does.
+        :returns: the error that caused the loss, see :meth:`Communicator.lost`.
         :raises CommClosedError: the connection was closed on either side.
         """
         await self._over
@@ -348,7 +349,7 @@ class Peer(Handle):
 
         The other side can still receive messages whose sends are done.
 
-        :raises CommError: a transport failed while it closed; everything else is released.
+        :raises CommError: a transport failed to close; everything else is released.
         """
         self._attachments.check_thread("aclose")
         # True once all puts have arrived: the other end may then reuse its memory.
@@ -376,7 +377,7 @@ class Peer(Handle):
             await self._release()
 
     async def _release(self) -> None:
-        """Close this end once both ends have released the blocks that they were lent."""
+        """Close this end once each end has released the blocks that the other end lent to it."""
         try:
             await self._hand_overs.part()
         finally:  # The scope of ``part`` does not shield it from asyncio's own cancel().
@@ -458,7 +459,7 @@ class Peer(Handle):
     def _checked(self, descriptor: object) -> Descriptor:
         """Return a decoded descriptor.
 
-        :raises RegionError: it is not a descriptor of the other endpoint, or has expired.
+        :raises RegionError: the value is not a descriptor of the other endpoint, or has expired.
         """
         says = read_descriptor(descriptor)
         if says.endpoint != self._address.endpoint:

@@ -1,4 +1,4 @@
-"""Pools of equal blocks of an endpoint's memory, and the leases that give blocks to its tasks."""
+"""Pools of memory blocks of equal size at an endpoint, and the leases by which tasks get blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from aiocomms.ops.modes import unaffected
 from aiocomms.progress.driver import Bell, LoopDriver, Promise
 
 SLOTS: Final = 1024
-"""The most hand-overs of an endpoint under way at once; others wait."""
+"""The largest number of pending hand-overs of an endpoint. Further hand-overs wait."""
 
 
 class LentBlocks(Protocol):
@@ -44,11 +44,11 @@ class LeaseLedger:
     """The hand-overs of one endpoint: their numbers, their :attr:`words`, and the blocks that borrowers hold."""
 
     words: Tensor
-    """A word for each hand-over: the number of the hand-over while it lasts, else 0.
+    """An integer, the *word*, for each hand-over: the number of the hand-over until the hand-over ends, then 0.
 
-    A reader gets the word after the bytes. The owner changes the word before the blocks may be leased again. So an
-    unchanged number proves that the bytes were valid, as in a sequence lock (Lameter, "Effective Synchronization on
-    Linux/NUMA Systems", 2005).
+    A borrower reads the word after the blocks. The owner changes the word before another lease may get the blocks. So
+    if the borrower reads an unchanged word, the data of the blocks is valid, as with a sequence lock (Lameter,
+    "Effective Synchronization on Linux/NUMA Systems", 2005).
     """
     region: Region
     """The region through which other endpoints read the words."""
@@ -131,7 +131,7 @@ class LeaseLedger:
 
 
 class _OutOfUse(NamedTuple):
-    """A hand-over whose blocks are out of circulation."""
+    """An ended hand-over whose blocks no lease may get yet."""
 
     fd: int | None
     """A file descriptor of the borrower's process, if the process is known."""
@@ -147,7 +147,7 @@ class _InLine:
 
 
 class Pool(Handle):
-    """A pool of equal memory blocks, which tasks lease and hand over; made by :meth:`Endpoint.new_pool`."""
+    """A pool of memory blocks of equal size. Tasks lease and hand over blocks. Made by :meth:`Endpoint.new_pool`."""
 
     def __init__(self, region: Region, ledger: LeaseLedger, driver: LoopDriver, seconds: float, name: str) -> None:
         self._region, self._ledger, self._driver = region, ledger, driver
@@ -181,9 +181,9 @@ class Pool(Handle):
     def held(self) -> int:
         """The number of blocks whose lease has ended, but which are still in use.
 
-        Blocks are held if the connection was lost, and a borrower may still write into them. They become free once the
-        borrower has released them, or its process has ended. Blocks are also held until a cancelled
-        :meth:`HandedLease.read` or :meth:`HandedLease.write` of this endpoint moves no more data.
+        Blocks are held if the connection was lost, and a borrower may still write into them. These blocks become free
+        once the borrower has released them, or the borrower's process has ended. Blocks are also held while a cancelled
+        :meth:`HandedLease.read` or :meth:`HandedLease.write` of this endpoint still moves data.
         """
         return self._held
 
@@ -191,8 +191,8 @@ class Pool(Handle):
     async def lease(self, count: int = 1, *, timeout: OpTimeout = COMM_TIMEOUT) -> AsyncIterator[Lease]:
         """Lease blocks for an ``async with`` body. Tasks get blocks in the order of their calls.
 
-        At the end of the body, the lease takes back those of its blocks that are handed over. The lease's blocks become
-        free once no borrower uses them.
+        At the end of the body, the lease takes back the blocks that other endpoints still have. The lease's blocks
+        become free once no borrower uses them.
 
         :param count: the number of blocks.
         :param timeout: the seconds to wait for the blocks; None: no deadline. The default is the endpoint's timeout.
@@ -350,7 +350,7 @@ class Lease(LeasedBlocks):
             raise LeaseError("the lease has ended: its blocks may belong to another lease")
 
     def _lend(self, out: LentBlocks) -> None:
-        """Register a hand-over, until :meth:`_settled`.
+        """Register a hand-over. :meth:`_settled` removes it.
 
         :raises LeaseError: the lease has ended.
         """
@@ -363,7 +363,7 @@ class Lease(LeasedBlocks):
         self._free_held()
 
     def _begin(self) -> None:
-        """Count an operation of this endpoint on the blocks, until :meth:`_done`.
+        """Count an operation of this endpoint on the blocks. :meth:`_done` ends it.
 
         :raises LeaseError: the lease has ended.
         """

@@ -50,7 +50,7 @@ Close = Callable[..., Coroutine[Any, Any, None]]
 
 
 class Attachment:
-    """A region that one endpoint has opened at another one; each of the two endpoints has its own instance."""
+    """A region of one endpoint that another endpoint has opened. Each of the two endpoints has an instance."""
 
     owner: int
     number: int
@@ -62,7 +62,7 @@ class Attachment:
         self.owner, self.number, self.descriptor = owner, number, descriptor
         self.opened, self.closed = opened, closed
         self.window: Window | None = None
-        """The window; None until it is opened, and if the connection was lost before."""
+        """The window; None until the window is opened. It stays None if the connection is lost before that."""
         self.over = ""
         """The reason why no operation may start on the region any more; empty while operations may start."""
         self.leaving = False
@@ -71,8 +71,8 @@ class Attachment:
 class Region(Handle):
     """Memory of this endpoint that other endpoints may read or write; made by :meth:`Endpoint.register`.
 
-    ``async with`` revokes the region at the end. A cancelled block, too, waits until no peer writes the memory any
-    more, or until the endpoint's timeout.
+    An ``async with`` block revokes the region at its end. Even a cancelled block then waits until no peer writes the
+    memory any more, or until the endpoint's timeout has passed.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Region(Handle):
     async def revoke(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
         """Revoke the region: wait for operations under way, and refuse new ones. Idempotent.
 
-        When this returns, no connected endpoint reads or writes the region. An endpoint whose connection was lost
+        When this call returns, no connected endpoint reads or writes the region. An endpoint whose connection was lost
         earlier may still write if its process lives.
 
         :param timeout: the deadline in seconds for all other endpoints to release the region; None: no deadline. The
@@ -142,11 +142,11 @@ class Region(Handle):
         return self._memory.new_empty(0) if self._revoked else self._memory
 
     def _opened(self, attachment: Attachment, close: Close) -> None:
-        """Note that another endpoint has opened the region, until :meth:`_left`."""
+        """Record that another endpoint has opened the region. :meth:`_left` ends this state."""
         self._open[attachment] = close
 
     def _left(self, attachment: Attachment) -> None:
-        """Note that another endpoint has closed the region."""
+        """Record that another endpoint has closed the region."""
         self._open.pop(attachment, None)
 
 
@@ -185,8 +185,9 @@ class Described(Handle):
 class RemoteRegion(Described):
     """A region of another endpoint; made by :meth:`Peer.attach`. Offsets and sizes are in elements.
 
-    Operations take effect in the order of the calls. A ``put`` is done when its source can be reused. Its data has
-    arrived when the other endpoint receives a later :meth:`Peer.signal`, or when a later ``flush`` is done.
+    Operations take effect in the order of the calls. When a ``put`` is done, the program may reuse the source tensor.
+    The data of a ``put`` has arrived when the other endpoint receives a later :meth:`Peer.signal`, or when a later
+    ``flush`` is done.
     """
 
     def __init__(self, says: Descriptor, attachment: Attachment, close: Close) -> None:
@@ -195,7 +196,7 @@ class RemoteRegion(Described):
         self._window: Window = attachment.window
         self._owner = attachment.owner
         self._puts = self._seen = 0
-        """The number of puts, and how many puts are known to be visible."""
+        """The number of puts, and the number of puts that are known to be visible to the owner."""
 
     def __repr__(self) -> str:
         state = f" ({self._attachment.over})" if self._attachment.over else ""
@@ -209,7 +210,7 @@ class RemoteRegion(Described):
     def _settling(self, timeout: OpTimeout) -> tuple[RemoteRegion, int, Awaitable[None]]:
         """Start to wait for all puts so far to be visible.
 
-        :returns: this region, the number of puts so far, and what to await until they are visible.
+        :returns: this region, the number of puts so far, and an awaitable that is done when these puts are visible.
         """
         if self._window.closed:  # A window closes after everything else.
             return self, self._puts, self._attachment.closed
@@ -267,9 +268,9 @@ class RemoteRegion(Described):
         self, tensor: Given, offsets: Sequence[int] | Tensor, starts: Sequence[int] | Tensor, count: int,
         *, timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:  # fmt: skip
-        """Write runs of a tensor's elements, all of one length, into the region; see :meth:`Window.put_v`.
+        """Write runs of a tensor's elements, all of the same length, into the region; see :meth:`Window.put_v`.
 
-        :raises RegionError: as :meth:`put`.
+        :raises RegionError: the region is not writable or no longer usable; nothing was sent.
         """
         self._check("put_v", "written", self._says.write)
         work = self._window.put_v(tensor, self._owner, offsets, starts, count, timeout=timeout)
@@ -280,9 +281,9 @@ class RemoteRegion(Described):
         self, tensor: Given, offsets: Sequence[int] | Tensor, starts: Sequence[int] | Tensor, count: int,
         *, timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:  # fmt: skip
-        """Read runs of the region's elements, all of one length, into a tensor; see :meth:`Window.get_v`.
+        """Read runs of the region's elements, all of the same length, into a tensor; see :meth:`Window.get_v`.
 
-        :raises RegionError: as :meth:`get`.
+        :raises RegionError: the region is not readable or no longer usable; nothing was sent.
         """
         self._check("get_v", "read", self._says.read)
         return self._window.get_v(tensor, self._owner, offsets, starts, count, timeout=timeout)

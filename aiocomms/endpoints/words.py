@@ -80,7 +80,7 @@ class Shelf(msgspec.Struct, tag=8, array_like=True):
     blocks: bytes
     """The descriptor of the pool's memory."""
     words: bytes
-    """The descriptor of the words by which a reader checks its reads; see :attr:`LeaseLedger.words`."""
+    """The descriptor of the region of :attr:`LeaseLedger.words`, by which a borrower checks its reads."""
     shape: tuple[int, ...]
     """The shape of the pool's memory: the number of blocks, then the shape of a block."""
 
@@ -121,7 +121,7 @@ class GiveBack(msgspec.Struct, tag=12, array_like=True):
 
 
 class LetGo(msgspec.Struct, tag=13, array_like=True):
-    """The release of lent blocks by their borrower without an answer: they were recalled or dropped."""
+    """The release of lent blocks by their borrower without an answer: after a recall, an error or a cancellation."""
 
     number: int
     why: str

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 SPLIT: Final = 4 << 20
-"""The fewest bytes that each rank writes of a box which several ranks hold and share."""
+"""The fewest bytes that each rank writes of a box if several ranks hold the box and divide the writing."""
 
 
 class Box(NamedTuple):
@@ -105,11 +105,11 @@ def shared(
 
     A target rank gets each element once.
 
-    :param wanted: each target rank, with a box that it needs.
-    :param held: each source rank, with a box that it holds. Several ranks may hold the same box.
+    :param wanted: pairs of a target rank and a box that it needs.
+    :param held: pairs of a source rank and a box that it holds. Several ranks may hold the same box.
     :param itemsize: the bytes of an element in the target's dtype.
-    :param load: the bytes that each source rank already has to write; this call adds the bytes of the new portions.
-    :returns: the portions; and each target rank with a box that it needs and that no source rank holds.
+    :param load: the bytes that each source rank already has to write. This call adds the bytes of the new portions.
+    :returns: the portions, and pairs of a target rank and a box that it needs but that no source rank holds.
     """
     holders: dict[Box, list[int]] = {}
     for source, box in held:

@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
 
 
 class _OnDevice:
-    """A stand-in for a communicator in the checks of tensors; only its device matters."""
+    """A substitute for a communicator in the checks of tensors, which use only its device."""
 
     rank, size = 0, 1
     fast_check: Callable[[object, bool], bool] | None = None
@@ -131,9 +131,9 @@ def _within(name: str, chunk: Chunk) -> Chunk:
 
 
 def unchanged(tensors: object, device: torch.device, records: Sequence[ChunkRecord]) -> dict[str, Chunk]:
-    """Return tensors as chunks with their present memory, by name.
+    """Return tensors as chunks with their current memory, by name.
 
-    :param records: the records of the same tensors when they were first given.
+    :param records: the records of the same tensors at the first call.
     :raises ArgumentError: a tensor has another shape, dtype or device than before, or no memory.
     """
     chunks = chunks_of(tensors, device)
@@ -161,7 +161,7 @@ def nbytes_of(record: ChunkRecord) -> int:
 
 
 def view_of(flat: Tensor, record: ChunkRecord) -> Tensor:
-    """Return the tensor over the part of a buffer of bytes that holds a chunk."""
+    """Return a tensor that is a view of the part of a byte buffer that holds a chunk."""
     part = flat[record.place : record.place + nbytes_of(record)]
     return part.view(DTYPES[record.dtype]).view(record.sizes)
 

@@ -1,4 +1,4 @@
-"""The plan of a source: which source rank writes which parts to which target rank. It is the same on every rank."""
+"""The plan of a source: which source rank writes which parts to which target rank. All ranks compute the same plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aiocomms.resharding.chunks import box_of
 from aiocomms.resharding.words import DTYPES, ChunkRecord, TargetRecord
 
 BLOCK: Final = 4 << 20
-"""The most bytes of a block, which is packed and written at once."""
+"""The largest size in bytes of a block. A rank packs and writes a block at once."""
 _NAMED: Final = 3
 """The most misfits that an error lists."""
 
@@ -44,7 +44,7 @@ class MovePlan(NamedTuple):
     """The copies of one source rank, and figures that are the same on all ranks."""
 
     copies: list[Copy]
-    """The copies, ordered so that the source ranks begin with different target ranks."""
+    """The copies, in an order in which the source ranks begin with different target ranks."""
     targets: tuple[int, ...]
     """The target ranks that this source rank writes to."""
     writers: tuple[tuple[int, ...], ...]
@@ -63,7 +63,7 @@ def planned(rank: int, source: Sequence[Sequence[ChunkRecord]], target: Sequence
     :param rank: the source rank.
     :param source: the chunks of each source rank.
     :param target: the chunks of each target rank.
-    :raises ArgumentError: the source does not hold everything that the target needs, or the shapes of a tensor differ.
+    :raises ArgumentError: the source lacks elements that the target needs, or a tensor's shape differs between ranks.
     """
     held, wanted = _by_name(source), _by_name([record.chunks for record in target])
     load = [0] * len(source)
@@ -98,7 +98,7 @@ def _portions(
 ) -> tuple[list[Portion], str]:
     """Divide one tensor among the source ranks.
 
-    :returns: the portions, and a description of a misfit; the latter is empty if there is none.
+    :returns: the portions, and a description of what does not fit, which is empty if everything fits.
     """
     shape = wanted[0][1].shape
     if not held:

@@ -7,16 +7,18 @@
                   ---------------- the bytes, and then Written --------------------->
                   <-Settled--                <-Settled--                  <--Whole----
 
-Rank 0 of the target decides: a version becomes current once all target ranks have all of it. Until then the old version
-stays current. The buffers of a version that was given up are never used again: late bytes of a lost process may arrive
-at any time. This is a two-phase commit whose votes are bytes that have arrived (Gray, "Notes on Data Base Operating
-Systems", 1978).
+Rank 0 of the target decides: a version becomes current when all target ranks have the whole version. Until then the old
+version stays current. If a move fails, the buffers of its version are never used again, because late bytes of a lost
+process may arrive at any time. The protocol is a two-phase commit, in which a rank votes for the commit when all bytes
+have arrived (Gray, "Notes on Data Base Operating Systems", 1978).
 
-A buffer is reused only when no rank reads the version in it. Rank 0 first drops that version itself, so that no plan or
-step with it begins any more. Then it asks the other ranks, and tells them how many steps with that version have begun.
+A buffer is reused only when no rank reads the version in the buffer. Rank 0 first drops that version itself, so that no
+plan or step with that version begins any more. Then rank 0 asks the other ranks for their buffers, and tells them how
+many steps with that version have begun.
 
 Each transition is a pure function: it takes a state and a message, and returns the next state and the actions to carry
-out. :mod:`aiocomms.resharding.source` and :mod:`aiocomms.resharding.target` carry them out, and a model checker does.
+out. :mod:`aiocomms.resharding.source` and :mod:`aiocomms.resharding.target` carry the actions out. The model checker in
+the tests also does.
 """
 
 from __future__ import annotations
@@ -43,14 +45,14 @@ LOST: Final = "lost"
 REFUSED: Final = "refused"
 DIFFERS: Final = "differs"
 LATE: Final = "late"
-"""The last of the four kinds of failures of a move: a deadline has passed.
+"""The kind of failure of a move when a deadline has passed.
 
-The others are ``LOST``: a rank or connection was lost, or the move was given up; ``REFUSED``: the target has had this
-version or a higher one; ``DIFFERS``: the source ranks have called for different versions.
+There are three other kinds. ``LOST``: a rank or connection was lost, or the move was given up. ``REFUSED``: the target
+has already had this version or a higher one. ``DIFFERS``: the source ranks have passed different versions.
 """
 
 DOUBT: Final = "; it may have become current before that"
-"""The addition to an error when the answer of target rank 0, which decides, is missing."""
+"""The end of an error's message when the answer of target rank 0, which decides, is missing."""
 
 
 class Notify(NamedTuple):
@@ -66,7 +68,7 @@ class Offer(NamedTuple):
 
     move: int
     buffer: int
-    """The number of the buffer, which is made if it is new. All buffers that the state does not name are dropped."""
+    """The number of the buffer, which is made if needed. All buffers that the state does not name are dropped."""
     steps: int
 
 
@@ -130,7 +132,7 @@ class TargetRank(NamedTuple):
     """The number of steps that began with the version that was dropped last, even if the move then failed."""
 
     def clear(self, word: Clear) -> Next[TargetRank]:
-        """Make room for a version. If the last move's version is not current, drop it: that move was given up."""
+        """Provide a buffer for a version. If the last move's version is not current, drop it: that move has failed."""
         held = tuple(it for it in self.held if it.version == word.keep or it.buffer != self.filling)
         return self._replace(held=held, move=word, filling=None, missing=frozenset(word.writers))._offered()
 
@@ -164,7 +166,7 @@ class TargetRank(NamedTuple):
         return self._replace(held=held, move=None), [Notify("target", 0, Whole(self.move.move))]
 
     def lose(self, writer: int, why: str) -> Next[TargetRank]:
-        """Record that the connection with a source rank is lost: the rest of its writes will not arrive."""
+        """Record that the connection with a source rank is lost, so its remaining writes will not arrive."""
         if self.move is None or writer not in self.missing:
             return self, []
         return self._replace(move=None), [Notify("target", 0, Broken(self.move.move, why))]
@@ -209,7 +211,7 @@ class TargetLeader(NamedTuple):
     """The reason why the target is lost; empty if it is not."""
 
     def propose(self, source: bytes, word: Propose) -> Next[TargetLeader]:
-        """Begin a move. The source proposes a move only after it knows how its last move ended."""
+        """Begin a move. The source proposes a move only when it knows the result of its last move."""
         if self.lost:
             return self, [_to_source(Settled(word.call, LOST, self.lost))]
         if word.version <= self.newest:
@@ -253,7 +255,7 @@ class TargetLeader(NamedTuple):
         return self._give_up(LOST, word.why) if word.move == self.moves else (self, [])
 
     def withdraw(self, word: Withdraw) -> Next[TargetLeader]:
-        """Give the version up at the source's request, unless it is current already."""
+        """Give the version up at the source's request, unless the version is already current."""
         if self.move is None or word.call != self.move.call:
             return self, []
         return self._give_up(word.kind, f"{word.why}; {self.waits_for()}")
@@ -293,7 +295,7 @@ class SourceRank(NamedTuple):
     """The number of the rank's last call of ``move``."""
     phase: Literal["idle", "entered", "writing", "written", "faltered"] = "idle"
     early: tuple[Settled, ...] = ()
-    """The ends of calls that this rank has not made yet: another rank gave the call up before."""
+    """The results of calls that this rank has not made yet, because another rank gave the call up before."""
     lost: str = ""
 
     def start(self, version: int) -> Next[SourceRank]:

@@ -64,7 +64,7 @@ _ERRORS: Final[dict[str, type[CommError]]] = {
     LOST: MoveLostError, REFUSED: ArgumentError, DIFFERS: MismatchError, LATE: MoveTimeoutError
 }  # fmt: skip
 _LATER: Final = 1.0
-"""The extra seconds that ranks other than 0 wait, so that rank 0's error, which names the late ranks, arrives first."""
+"""The extra seconds that ranks other than 0 wait, so that they get rank 0's error, which names the late ranks."""
 
 
 class Source(Party):
@@ -109,16 +109,16 @@ class Source(Party):
         :param comm: the communicator of the ranks that have the weights.
         :param tensors: this rank's parts of the weights, by name. Each is a whole tensor, a DTensor or a
             :class:`Chunk`. All must be dense and on the endpoint's device. Together the ranks must hold everything that
-            the target needs; they may hold more. Each move reads the values that the tensors then have.
-        :param here: an endpoint of this rank, used for nothing else. The endpoint must stay open as long as the source.
+            the target needs, and may hold more. Each move reads the values that the tensors have at that time.
+        :param here: an endpoint of this rank that only this source uses. Keep the endpoint open as long as the source.
         :param address: the :attr:`Target.address`; only the value on rank 0 is used.
         :param convert: ``convert(name, part, dtype)`` returns ``part``, a part of tensor ``name``, in the target's
-            ``dtype``. The function runs in a thread, on parts of any shape, so it must work elementwise. None: torch
-            converts, with rounding.
+            ``dtype``. The function runs in a thread, on parts of any shape, so the function must work elementwise. If
+            None, torch converts and rounds the values.
         :param timeout: the deadline of each phase in seconds; None: no deadline. The default is the
             communicator's timeout.
-        :raises ArgumentError: an argument is wrong, the tensors lack something that the target needs, or the ranks of
-            either side have different whole shapes of a tensor.
+        :raises ArgumentError: an argument is wrong, the source lacks elements that the target needs, or the whole shape
+            of a tensor differs between ranks of either side.
         :raises MoveLostError: another rank could not connect to the target.
         :raises CommError: this rank could not connect, or the communicator is lost or closed.
         """
@@ -201,7 +201,7 @@ class Source(Party):
 
     @property
     def version(self) -> int:
-        """The highest version that the target has had, as far as this rank knows."""
+        """The highest version of the target that this rank knows."""
         return self._version
 
     @property
@@ -212,16 +212,16 @@ class Source(Party):
     # -------------------------------------------------------------------------------------------------------- moving
 
     async def move(self, version: int, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
-        """Move the values to the target as a new version. Return when the target's next step will use that version.
+        """Move the values to the target as a new version. After the return, the target's next step uses that version.
 
-        Collective. Do not change the tensors during the call. If the call fails or is cancelled on one rank, it fails
-        on all ranks, and the target keeps its current version.
+        Collective. Do not change the tensors during the call. If the call fails or is cancelled on one rank, the call
+        fails on all ranks, and the target keeps its current version.
 
         :param version: a number above every version that the target has had.
         :param timeout: the deadline in seconds; None: no deadline. The default is the communicator's timeout.
-        :raises ArgumentError: the version is not above all earlier ones; all ranks raise this error, and nothing was
-            written. Or a tensor of this rank has changed its shape, dtype or device, or has lost its memory; the other
-            ranks raise MoveLostError.
+        :raises ArgumentError: the version is not above all earlier ones. All ranks raise this error, and nothing was
+            written. Or a tensor of this rank has another shape, dtype or device than before, or no memory. In this
+            case the other ranks raise MoveLostError.
         :raises MismatchError: the ranks' versions differ; nothing was written.
         :raises MoveTimeoutError: the deadline has passed on a rank; the message says what the move waited for.
         :raises MoveLostError: a rank of either side was lost, closed or cancelled, or ``convert`` has raised an error;
@@ -265,7 +265,7 @@ class Source(Party):
             await self._news
 
     async def _give_up(self, kind: str, why: str) -> None:
-        """End the move on all ranks, and wait for that; if other ranks do not answer, wait some seconds."""
+        """End the move on all ranks, and wait until it has ended. If other ranks do not answer, wait some seconds."""
         self._falter(kind, why)
         seconds = CLOSE_GRACE + (_LATER if self._rank else 0.0)
         with anyio.move_on_after(seconds):
@@ -372,7 +372,7 @@ class Source(Party):
         self._act(actions)
 
     async def aclose(self) -> None:
-        """Close the source on this rank; a move under way fails. Idempotent."""
+        """Close the source on this rank. A pending move fails. Idempotent."""
         if not self._closed and hasattr(self, "_state"):
             self._falter(LOST, f"source rank {self._rank} was closed")
             self._state, actions = self._state.lose("the source was closed")

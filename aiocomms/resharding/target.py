@@ -1,4 +1,4 @@
-"""The target: the side that serves, whose ranks hold two buffers each and switch to a version at the same step."""
+"""The target: the server's side. Each rank has two buffers, and all ranks switch to a version at the same step."""
 
 from __future__ import annotations
 
@@ -93,14 +93,14 @@ class Target(Party):
         """Prepare the ranks of a server for moves of new weights from a source. Collective.
 
         The call copies the values. The server reads the copies through :meth:`step`, or through :meth:`pin` and
-        :meth:`at`.
-        The target takes twice the memory of the tensors: for the served version and for the next one.
+        :meth:`at`. The target needs twice the memory of the tensors: once for the current version and once for the next
+        version.
 
         :param comm: the communicator of the server's ranks.
         :param tensors: this rank's parts of the weights, by name. Each is a whole tensor, a DTensor or a
-            :class:`Chunk`, of any dtype. All must be dense and on the endpoint's device. A name stands for the same
+            :class:`Chunk`, of any dtype. All must be dense and on the endpoint's device. A name must mean the same
             tensor on all ranks and at the source.
-        :param here: an endpoint to which nothing else connects. The endpoint must stay open as long as the target.
+        :param here: an endpoint of this rank that only this target uses. Keep the endpoint open as long as the target.
         :param version: the version of the tensors' values, at least 0. If the ranks' versions differ, for example
             because a rank is new, no version is current until a source has moved a version.
         :param timeout: the deadline in seconds; None: no deadline. The default is the communicator's timeout.
@@ -141,12 +141,12 @@ class Target(Party):
 
     @property
     def address(self) -> bytes:
-        """The address to which a source connects; the same on all ranks, at most 1,024 bytes."""
+        """The address to which a source connects. The address is the same on all ranks, and has at most 1,024 bytes."""
         return self._inventory.ranks[0].address
 
     @property
     def version(self) -> int | None:
-        """The current version on rank 0; on any other rank its newest complete version. None before the first one."""
+        """The current version on rank 0, and the newest complete version on any other rank; None if there is none."""
         if self._rank == 0:
             return self._leader.current
         return max((it.version for it in self._state.held), default=None)
@@ -157,8 +157,8 @@ class Target(Party):
     async def step(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> AsyncIterator[Weights]:
         """Take a step with the same version on all ranks: ``async with target.step() as weights``. Collective.
 
-        The step makes a broadcast from rank 0 on the communicator. Like any collective, the broadcast must have
-        the same place in the order of calls on all ranks. The weights stay unchanged until the end of the block.
+        The method broadcasts an object from rank 0 on the communicator. So call it at the same place in the order of
+        collectives on all ranks. The weights stay unchanged until the end of the ``async with`` block.
 
         :param timeout: the deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :raises CommError: the communicator is lost or closed.
@@ -178,9 +178,10 @@ class Target(Party):
 
     @contextlib.asynccontextmanager
     async def pin(self) -> AsyncIterator[Weights]:
-        """Keep the current version on rank 0 until the block ends, for a plan that carries ``weights.version``.
+        """Keep the current version unchanged until the ``async with`` block ends. Call this method on rank 0.
 
-        The other ranks read this version through :meth:`at`. The call waits until there is a version.
+        Send ``weights.version`` to the other ranks, for example in a plan. The other ranks read this version through
+        :meth:`at`. The call waits until there is a version.
 
         :raises ArgumentError: this rank is not rank 0.
         :raises CommError: the communicator is lost or closed.
@@ -272,7 +273,7 @@ class Target(Party):
                 self._switched.ring()
 
     async def _offer(self, offer: Offer) -> None:
-        """Prepare a buffer. Tasks revoke the regions of dropped buffers meanwhile."""
+        """Prepare a buffer. At the same time, tasks revoke the regions of buffers that are no longer used."""
         state = self._state
         named = {*(it.buffer for it in state.held), *state.free, offer.buffer}
         for region in self._memory.drop(named):
@@ -367,7 +368,7 @@ class Target(Party):
 
 
 class _Step:
-    """A step on this rank. It learns its version when the broadcast is done, even if the task was cancelled."""
+    """A step on this rank. The step gets its version when the broadcast is done, even if the task was cancelled."""
 
     version: int
 
@@ -389,7 +390,7 @@ class _Step:
             self._target._release(version)
 
     def end(self) -> None:
-        """End the step; if it has not begun, let it end as soon as it begins."""
+        """End the step. A step that has not begun ends as soon as it begins."""
         self._over = True
         if self._begun:
             self._target._release(self.version)

@@ -1,4 +1,4 @@
-"""The memory of a target rank: buffers that hold one version each, and that the source writes."""
+"""The memory of a target rank: buffers that hold one version each, and into which the source writes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from aiocomms.resharding.words import ChunkRecord
 class Weights(Mapping[str, Tensor]):
     """A version of the weights: this rank's chunks by name. A program must not write to them.
 
-    The values stay unchanged within the ``with`` block that returned them. Later the same memory holds another version
-    of the weights.
+    The values stay unchanged within the ``with`` block that returned them. After the block, the same memory may hold
+    another version of the weights.
     """
 
     version: int
@@ -51,7 +51,7 @@ class VersionMemory:
         self._tensors: dict[int, dict[str, Tensor]] = {}
 
     async def make(self, number: int) -> None:
-        """Make a buffer if none has that number. A thread allocates it, because this touches all its memory pages."""
+        """Make a buffer if none has that number. A thread allocates its memory, because this touches all pages."""
         if number in self._regions:
             return
         flat, tensors = await run_in_thread(self._allocated)
@@ -67,7 +67,7 @@ class VersionMemory:
         return flat, {record.name: view_of(flat, record) for record in self._records}
 
     async def fill(self, number: int, chunks: Mapping[str, Chunk]) -> None:
-        """Copy chunks into a buffer. A cancelled call ends after the copy, which reads the program's tensors."""
+        """Copy chunks into a buffer. A cancelled call waits until the copy no longer reads the program's tensors."""
 
         @unaffected
         def call() -> None:

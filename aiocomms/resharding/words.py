@@ -51,7 +51,7 @@ class TargetRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Inquire(msgspec.Struct, frozen=True, tag=0, array_like=True):
-    """A request of source rank 0 for target rank 0's inventory. After this request, only this source moves versions."""
+    """A request of source rank 0 for target rank 0's inventory. After the request, only this source moves versions."""
 
     source: bytes
     """The unique number of the source."""
@@ -133,7 +133,7 @@ class Clear(msgspec.Struct, frozen=True, tag=9, array_like=True):
     keep: int | None
     """The current version, or None."""
     steps: int
-    """The number of steps that rank 0 has begun with the version before the current one; each rank begins as many."""
+    """The number of steps that rank 0 has begun with the previous version. Each rank begins the same number."""
     writers: tuple[int, ...]
 
 

@@ -1,4 +1,4 @@
-"""Writes of one source rank: copies into memory that it shares with a target rank, and puts to other target ranks."""
+"""Writes of one source rank: copies into memory shared with a target rank, and puts to other target ranks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from aiocomms.resharding.plan import BLOCK, Copy
 from aiocomms.resharding.words import DTYPES
 
 Convert = Callable[[str, Tensor, torch.dtype], Tensor]
-"""The type of a function of a tensor's name, a part of the tensor and a dtype; it returns the part in that dtype."""
+"""The type of a function that gets a tensor's name, a part of the tensor and a dtype, and converts the part."""
 AT_ONCE: Final = 2
-"""The number of blocks that are put at once, each with its own memory: one is packed while another one is sent."""
+"""The number of blocks that are put at once, each with its own memory. One block is packed while another is sent."""
 TOGETHER: Final = 8
 """The number of blocks that one call in a thread copies: a few milliseconds of work."""
 _IN_THREAD: Final = 64 << 10
-"""The size in bytes from which on a block is packed in a thread."""
+"""The least size in bytes of a block that a thread packs."""
 
 
 async def write(
@@ -43,13 +43,13 @@ async def write(
 ) -> None:
     """Write all copies, and wait until they are visible to the target.
 
-    A cancelled call first waits for the operations that are under way.
+    A cancelled call first waits for the pending operations.
 
     :param copies: the copies to write.
     :param chunks: this rank's chunks, by name.
     :param buffers: the connection with each target rank, and the descriptor of its buffer of bytes.
-    :param convert: converts a part to the target's dtype; None to use torch's conversion.
-    :raises MoveLostError: a connection is lost, or a buffer is gone; the message names the target rank.
+    :param convert: a function that converts a part to the target's dtype; None to use torch's conversion.
+    :raises MoveLostError: a connection is lost, or a buffer is gone. The message names the target rank.
     :raises Exception: an error of ``convert``.
     """
     regions: dict[int, RemoteRegion] = {}
@@ -104,7 +104,7 @@ async def _copy(
     regions: Mapping[int, RemoteRegion],
     convert: Convert | None,
 ) -> None:
-    """Copy into the targets' memory at the lowest priority: a target may serve requests on the same processors."""
+    """Copy into the targets' memory at the lowest priority, because a target may serve requests on the same cores."""
     copying = YieldingCopy()
 
     @unaffected
