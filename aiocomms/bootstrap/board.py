@@ -1,4 +1,4 @@
-"""The board of a communicator: signed records in the store. Each of its ranks writes some and can read all.
+"""The board of a communicator: signed records in the store. Each rank writes its own records, and can read all records.
 
 Recovery and diagnosis use the board, on separate threads. Transports do not use it. Every call blocks as long as the
 store does.
@@ -16,7 +16,7 @@ from aiocomms.lowlevel.auth import Seal
 from aiocomms.lowlevel.stores import store_errors
 
 ANYBODY: Final = -1
-"""The number that stands for the signer, in place of a rank, in records on which all ranks agree."""
+"""The number of the signer in records on which all ranks agree. Other records have a rank in its place."""
 
 
 class Board:
@@ -33,7 +33,7 @@ class Board:
 
     @store_errors()
     def tell(self, key: str, value: bytes) -> None:
-        """Leave a value for the other ranks.
+        """Write a value that the other ranks can read.
 
         :raises StoreLostError: the store is gone.
         """
@@ -41,7 +41,7 @@ class Board:
 
     @store_errors()
     def told(self, key: str, rank: int) -> bytes | None:
-        """Return the value that a rank has left under a key; None if there is none, or the rank has not signed it.
+        """Return the value that a rank has written under a key; None if there is none, or the rank has not signed it.
 
         :raises StoreLostError: the store is gone.
         """

@@ -4,8 +4,8 @@ The store and its notices may be older than this run of the job. A waiting rank 
 
 * notices that are written while it waits;
 * an earlier notice of a process on the same host, if that process failed after this rank's process was started. The
-  rank believes such a notice only until its own process first meets other ranks. Only times on one host can be
-  compared.
+  rank believes such a notice only until its own process first meets other ranks. Notices of other hosts are excluded,
+  because the clocks of two hosts cannot be compared.
 
 A process that replaces a failed rank withdraws the failed rank's notice. So a believed notice and its reader belong to
 the same run.
@@ -37,15 +37,15 @@ from aiocomms.lowlevel.hosts import host_id
 KEY: Final = "aiocomms/failed"
 """The key of the list of failed ranks, in the launcher's store, without a prefix."""
 PATIENCE: Final = 1.0
-"""The seconds for which a failing process tries to write its notice. A waiting rank pauses as long between looks."""
+"""The seconds for which a failing process tries to write its notice. A waiting rank looks at notices as often."""
 _STAYS: Final = 2
-"""The number of looks for which rank 0 waits after it finds a notice: it may serve the store to the other ranks."""
+"""The number of looks for which rank 0 waits after it finds a notice, because rank 0 may serve the store."""
 _LOOKS: Final = 1000
 """The largest number of looks per second of all ranks of a communicator together."""
 _LONGEST: Final = 2000
 """The largest number of characters of an error in a notice."""
 _TORCHS: Final = "aiocomms.integrations.torch_backend"
-"""A program that has loaded this module uses torch's store for the rendezvous."""
+"""The name of a module. A program that has loaded the module uses torch's store for the rendezvous."""
 
 
 class Casualty(msgspec.Struct, array_like=True):
@@ -190,7 +190,7 @@ def _stat(process: int) -> tuple[int, float]:
 
 
 def _helps(launch: Launch) -> bool:
-    """Return whether a rank, not the launcher, has started this process, so that this process's end is not the rank's.
+    """Return whether a rank, not the launcher, has started this process. The process's end is then not the rank's end.
 
     In that case an ancestor of this process runs the same Python, and has a rank in its initial environment. A shell,
     or a tool that binds a rank to cores, may stand between a rank and its launcher.

@@ -1,4 +1,4 @@
-"""The hook for an exception that ends a rank before the rendezvous. It tells the other ranks, which wait.
+"""The hook for an exception that ends a rank before the rendezvous. The hook tells the other ranks, which wait.
 
 :mod:`aiocomms` imports this module if a launcher has started this process as a rank, so this module imports only the
 standard library.

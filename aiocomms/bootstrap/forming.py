@@ -1,11 +1,11 @@
 """Failure notices while a communicator forms: if one rank cannot form its part, all others stop waiting.
 
-Ranks that form a communicator wait for each other in the store, and in a transport for connections. If a rank fails
-between these two waits, no connection shows its failure while its process lives.
+Ranks that form a communicator first wait for each other in the store. Then each transport waits for connections. If a
+rank fails between these two waits, no connection shows its failure while its process lives.
 
-The ranks use the successor of a communicator once all the successor's ranks, including newcomers, have reported that
-they formed it. So an attempt has the same end on all ranks. The first decision on the attempt counts: carried out, or
-given up.
+If a new communicator replaces another one, the ranks use the new one only after all ranks of the new one, including
+newcomers, have reported that they formed it. So an attempt has the same result on all ranks. The result that is
+recorded first counts: carried out, or given up.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _PAUSE: Final = 0.1
 _ANSWERS: Final = 2.0
 """The seconds in which a store must answer why a rank has closed its connections. A slower store counts as lost.
 
-A rank that needs no more from a lost store goes on to connect for as long, but no longer than a quarter of its timeout.
-A rank that still needs the store has failed, and cannot report that.
+A rank that no longer needs a lost store continues to connect for these seconds, but at most for a quarter of its
+timeout. A rank that still needs the store has failed, and cannot report its failure.
 """
 _PARTS: Final = 16
 """The least number of looks within the timeout, because recovery waits only a quarter of it for late ranks."""
 _LOOKS: Final = 1000
 """The largest number of looks per second of all ranks of a communicator together."""
 _KNOWN: Final = (CommAbortedError, CommTimeoutError, PeerDiedError, ProtocolError, StoreLostError)
-"""The errors that this rank does not report: the other ranks find them by themselves, or have reported them."""
+"""The errors that this rank does not report, because the other ranks notice them, or have reported them."""
 FORMS_AGAIN: Final = (CommAbortedError, CommTimeoutError, PeerDiedError)
 """The errors of an attempt after which the surviving ranks make another attempt."""
 _END: Final = "end"
@@ -94,7 +94,7 @@ async def _open(
     rendezvous: StoreRendezvous, opening: Awaitable[Transports], missing: Missing,
     opened: Transports, heard: list[CommError], ended: list[BaseException],
 ) -> None:  # fmt: skip
-    """Await the opening beside :func:`_hear`.
+    """Await the opening while :func:`_hear` runs.
 
     :param opened: a dict that gets the transports.
     :param ended: a list that gets the opening's exception, because the task group may drop it.
@@ -257,7 +257,7 @@ async def _hear(
     hearing: anyio.CancelScope,
     forming: anyio.CancelScope,
 ) -> None:
-    """Cancel the forming of this rank's part if another rank fails; look until ``hearing`` is cancelled."""
+    """Watch for failures of other ranks until ``hearing`` is cancelled. After a failure, cancel ``forming``."""
 
     def look() -> CommError | None:
         told = rendezvous.decided(_END)

@@ -2,16 +2,18 @@
 
 Some stores keep the keys of a crashed run: for example a reused file, or the store of a launcher that restarts ranks.
 So each rank gives every arrival a random name, and writes the name in place of its last one. A record under such a name
-is newer than the name, and its writer was present at the same time as the named rank. So
+is newer than the name. So the writer of the record was present at the same time as the named rank. Ranks meet thus:
 
-1. rank 0 writes its name, and each rank that reads the name adds its own name to a list under rank 0's name;
-2. once the list has a name of every rank, rank 0 signs these names. A rank that finds its name among them has met the
+1. Rank 0 writes its name. Each rank that reads the name adds its own name to a list under rank 0's name.
+2. When the list has a name of every rank, rank 0 signs these names. A rank that finds its name among them has met the
    others.
 
-If rank 0 is gone, the list has no effect, because no rank signs it. A rank that waits long calls the roll: it asks
-every rank to answer. A rank that answers under the name of that call is present, even if rank 0 is not. Keys of a
-process that is gone do not count as a rank, nor do records without the job's token. Names, lists and the statement of
-rank 0 have the same format in every version from 3 on. So ranks of two versions can report that their versions differ.
+If rank 0 is gone, the list has no effect, because no rank signs it. A rank that waits long *calls the roll*: it asks
+every rank to answer. A rank that answers this call is present, even if rank 0 is not present. Keys of a process that is
+gone do not count, and records without the signature of the job's token do not count either.
+
+Names, lists and the statement of rank 0 have the same format in every version from 3 on. So ranks of two versions can
+report that their versions differ.
 """
 
 from __future__ import annotations
@@ -56,9 +58,9 @@ class Arrival:
         """Create an arrival. The other ranks do not see it before :meth:`meet`.
 
         :param store: the part of the store that belongs to the communicator's name.
-        :param turn: a lock for the arrivals of this rank, if ranks that know each other meet here repeatedly. An
-            arrival begins only when an earlier one that was given up has ended, so it is the last one to write its
-            name. None: the ranks are new to each other, so a rank may fail before it arrives.
+        :param turn: a lock for the arrivals of this rank, if ranks that have met before meet here repeatedly. With the
+            lock, an arrival begins only when an earlier arrival that was given up has ended. So the newest arrival
+            writes its name last. None: the ranks have not met before, so a rank may fail before it arrives.
         """
         self._store = store
         self._rank = rank
@@ -130,7 +132,7 @@ class Arrival:
 
     @store_errors()
     def repeated(self) -> list[int]:
-        """Return the ranks of the meeting that have arrived again since. Blocks.
+        """Return the ranks of the meeting that have arrived again after it. Blocks.
 
         Rank 0 looks at all ranks, and the other ranks look at rank 0.
         """
@@ -229,7 +231,7 @@ class Arrival:
 class _Roll:
     """The roll of the ranks that answer while this rank waits.
 
-    By the roll, the error of this rank names the missing ranks. The roll also works if rank 0 is missing.
+    The error of this rank names the ranks that are missing in the roll. The roll also works if rank 0 is missing.
     """
 
     KEY: Final = "roll"

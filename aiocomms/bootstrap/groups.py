@@ -37,8 +37,9 @@ class Formed(NamedTuple):
 class Groups:
     """The groups of one communicator's ranks.
 
-    The members arrive at a part of the store that belongs to their list and name, see :class:`Arrival`. So the records
-    of calls that failed have no effect, no matter how often each member has called.
+    The members arrive at a part of the store that belongs to the list of members and the group's name, see
+    :class:`Arrival`. So the records of failed calls have no effect, even if the members have called a different number
+    of times.
     """
 
     def __init__(self, rendezvous: StoreRendezvous, plan: Selection, transports: Mapping[Family, Transport]) -> None:
@@ -84,9 +85,9 @@ class Groups:
         return None
 
     async def _tell_formed(self, own: str) -> None:
-        """Tell the members that still form the last group of a list and name that this rank has formed it.
+        """Tell the members that still form the last group of these members and name that this rank has formed it.
 
-        A member that arrives again without this has given up.
+        A member that arrives again without this notice has given up.
         """
         if (last := self._formed.get(own)) is not None:
             with contextlib.suppress(StoreLostError):
@@ -95,7 +96,7 @@ class Groups:
     async def _form(
         self, place: StoreRendezvous, members: Sequence[int], turn: threading.Lock
     ) -> tuple[StoreRendezvous, Transports]:
-        """Meet the other members, and form the group. Do so again if a member has called again meanwhile."""
+        """Meet the other members, and form the group. Repeat both steps if a member has called again meanwhile."""
         while True:
             rendezvous = copy.copy(place)
             arrival = await rendezvous.meet(turn)

@@ -74,11 +74,12 @@ class Launch:
 def read_environment(environ: Mapping[str, str]) -> Launch | None:
     """Return the launcher of this process, its rank and the number of ranks.
 
-    The first launcher that applies is taken: torchrun, Open MPI, MPICH, Slurm. ``MASTER_ADDR`` and ``MASTER_PORT`` take
-    precedence over the launcher's host and port. An empty variable counts as missing.
+    The function takes the first launcher that applies: torchrun, Open MPI, MPICH, Slurm. ``MASTER_ADDR`` and
+    ``MASTER_PORT`` take precedence over the launcher's host and port. An empty variable counts as missing.
 
     :param environ: the environment, such as ``os.environ``.
-    :returns: the launch; None if no launcher started this process, which is then a world of one. A log record tells so.
+    :returns: the launch; None if no launcher started this process. Then this process is a world of one rank, and a log
+        record says this.
     :raises ArgumentError: the environment is incomplete or contradicts itself. The message lists all faults, and the
         launcher's variables that are set.
     """
@@ -202,7 +203,7 @@ class _Reader:
         return ArgumentError(f"the environment of {self.launcher} is not complete: {complaints}{there}")
 
     def port(self, job: str | None, size: int | None) -> int | None:
-        """Return ``MASTER_PORT``, or else a port that every rank derives alike from the job's id."""
+        """Return ``MASTER_PORT``. If it is missing, return a port that every rank computes from the job's id."""
         if "MASTER_PORT" in self.env:
             return self.integer("MASTER_PORT", 1, 65535)
         if job is not None:

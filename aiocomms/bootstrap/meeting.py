@@ -1,8 +1,8 @@
 """The meeting of a communicator's surviving ranks: the store that all of them reach, and the time for recovery.
 
 The survivors meet at the store in which the communicator was formed. If that store is gone, and the transport has a
-side channel, the lowest survivor serves a new store, and tells the others its address. Each survivor also tells the
-next one, because the lowest may die.
+side channel, the lowest surviving rank serves a new store, and tells the others the store's address. Each survivor also
+tells the next survivor, because the lowest rank may die.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Place = tuple[Store, Store | None]
 """A pair: the root store of all communicators, and the same store again if it is new, else None."""
 _OLD: Final = b"the old store"
 _LATE: Final = 0.05
-"""A wait that ends so many seconds after its deadline shows that this process was stopped meanwhile."""
+"""A delay in seconds. If a wait ends this long after its deadline, this process was stopped meanwhile."""
 
 
 class Predecessor(NamedTuple):
@@ -96,7 +96,7 @@ class Meeting:
         return root, None
 
     async def _told_place(self, line: SideChannel) -> _Place | None:
-        """Return the place that the lowest living rank names, or the next rank if that one is late, and so on."""
+        """Return the place that the lowest living rank names. If that rank is late, the next rank names a place."""
         rank = self._old.rank
         alive = [it for it in self._ranks or range(self._old.size) if not self.dead(it)]
         places = self._before.notes.places

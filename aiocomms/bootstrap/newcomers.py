@@ -33,7 +33,8 @@ _INVITATIONS = ControlCodec[Invitation](Invitation, "what the ranks have decided
 class Claims:
     """The claims of newcomers, which ask for a rank in the next epoch. Each call blocks as long as the store does.
 
-    Newcomers know only the communicator's name before any reconfiguration, so its ranks meet them at the root store.
+    Newcomers know only the communicator's name before any reconfiguration. So the ranks meet newcomers at the root
+    store.
     """
 
     def __init__(self, rendezvous: StoreRendezvous, root: Store) -> None:

@@ -58,7 +58,7 @@ class MeetingPlace(msgspec.Struct, tag=2, array_like=True):
 
 
 class Passed(msgspec.Struct, tag=3, array_like=True):
-    """Bytes that the notes carry unchanged, and do not interpret."""
+    """Bytes of another module, which this module sends unchanged and does not interpret."""
 
     what: bytes
 
@@ -120,7 +120,7 @@ def read(note: bytes, size: int) -> Note:
     """Decode a note.
 
     :param size: the number of ranks.
-    :raises ProtocolError: the note makes no sense.
+    :raises ProtocolError: the note is malformed.
     """
     found = NOTES.decode(note)
     if isinstance(found, Answer):

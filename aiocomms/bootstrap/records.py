@@ -1,8 +1,8 @@
 """Signed records in a store, by which ranks exchange values. Each call blocks.
 
-A record stands under a separate key, to which only its rank writes by :func:`write`. Or it stands in a list: one value
-to which every rank appends, so that one call reads all records. ``Store.append`` is atomic on every store of torch
-except ``EtcdStore``, which lacks it.
+A record either has its own key, which only its rank writes with :func:`write`. Or the record is part of a list: one
+value to which every rank appends, so that one call reads all records. ``Store.append`` is atomic on every store of
+torch except ``EtcdStore``, which has no ``append``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 _FEW: Final = 32
 """Up to this number of ranks, a waiting rank looks often: a pause is about a fourth of the time waited so far."""
 _LOOKS: Final = 8000
-"""The number of looks per second that all waiting ranks of a communicator together take at their store."""
+"""The number of times per second that all waiting ranks of a communicator together read from their store."""
 
 
 def write(store: Store, seal: Seal, what: str, rank: int, where: str, value: bytes) -> None:

@@ -1,11 +1,12 @@
 """The recovery of a communicator, lost or not: its surviving ranks agree on the members of a new one, and form it.
 
 The ranks meet in a store, see :mod:`aiocomms.bootstrap.meeting`. Each rank reports its arrival there, and the lowest
-one proposes the members. The first proposal is the decision, because the store takes no second one. A rank that the
-decision does not name is excluded.
+rank proposes the members. The first proposal is the decision, because the store does not accept a second one. A rank
+that the decision does not name is excluded.
 
-A decision is carried out once all its ranks have formed the new communicator, see :mod:`aiocomms.bootstrap.forming`. It
-is spent if one of these ranks fails or is gone. Then all ranks, including late ones, meet at the next board.
+A decision is carried out once all its ranks have formed the new communicator, see :mod:`aiocomms.bootstrap.forming`. A
+decision is *spent*, and has no effect, if one of its ranks fails or is gone. Then all ranks, including late ones, meet
+at the next board.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ if TYPE_CHECKING:
 _TURN: Final = 0.5
 """The seconds after which the next higher rank proposes, if no rank below it has proposed."""
 _AGAIN: Final = 0.25
-"""The seconds after which a waiting rank reports again that it is present, for ranks that take it for dead."""
+"""The seconds after which a waiting rank reports again that it is present, because others may take it for dead."""
 _MOST_FREE: Final = 16
-"""The number of free ranks after which a rank stops its look for claims. A wrong ``size`` may be very large."""
+"""The number of free ranks after which a rank does not look for more, because a wrong ``size`` may be very large."""
 _GONE: Final = b"0"
 
 
@@ -226,7 +227,7 @@ class Recovery:
         """Return whether an absent rank is dead for certain.
 
         :param lesser: whether fewer than half of the ranks are present. If the other ranks are only cut off and lose
-            the store, they continue with a new store. So the lesser part waits for them at the old store.
+            the store, they continue with a new store. So the smaller part waits for them at the old store.
         """
         line = self._meeting.line
         far = lesser and line is not None and line.far(rank)

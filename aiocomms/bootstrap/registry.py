@@ -156,7 +156,7 @@ def choose_adopter(foreign: object, device: torch.device, options: Mapping[str, 
 def in_process() -> str:
     """Return the name of the preferred transport that can run all ranks as tasks of one process.
 
-    :raises UnsupportedOperation: no transport can.
+    :raises UnsupportedOperation: no installed transport can do this.
     """
     device = torch.device("cpu")
     found = ((name, find(name, device)) for name in entries())

@@ -25,7 +25,7 @@ from aiocomms.lowlevel.stores import store_errors
 from aiocomms.lowlevel.threads import run_in_thread
 
 PROBE: Final = 0.5
-"""The seconds for which callers that can do without the store wait for its answer."""
+"""The seconds for which a caller that does not need the store waits for the store's answer."""
 
 
 class StoreRendezvous(Board):
@@ -103,7 +103,7 @@ class StoreRendezvous(Board):
         await self.meet()
 
     async def meet(self, turn: threading.Lock | None = None) -> Arrival | None:
-        """Meet the ranks that are at this part of the store now. Take a part of it that no other meeting has.
+        """Meet the ranks that are at this part of the store now. Then use a part of it that no other meeting uses.
 
         :param turn: see :class:`Arrival`.
         :returns: the arrival of this rank; None if there is no other rank to wait for.
@@ -177,9 +177,9 @@ class StoreRendezvous(Board):
     def steps(self, store: Store, key: str, got: dict[int, bytes]) -> Iterator[float]:
         """Append this rank's value to a list, count it, and read the list when all values are counted.
 
-        A stranger that can write to the store can raise the counter, so only the list tells which ranks are present.
-        Before the count is complete, only a rank whose time is nearly over reads the list. Reads by all ranks would
-        transfer a number of bytes that grows with the square of the number of ranks.
+        A process outside the job may raise the counter if it can write to the store. So only the list tells which ranks
+        are present. Before the count is complete, only a rank whose time is nearly over reads the list. If all ranks
+        read the list, the number of transferred bytes would grow with the square of the number of ranks.
 
         :param got: the dictionary that gets the values by rank.
         :returns: the seconds to wait before each further step.

@@ -168,8 +168,8 @@ def _agents_store(target: _Target, literal: str) -> TCPStore:
 def _knock(addresses: list[_Address], target: _Target, *, agent_store: bool) -> Store | str:
     """Return the store at the first address that serves one, or the reason why the last address serves none.
 
-    The reason is a text, because an error would hold the frames of its traceback, and so the store, until a garbage
-    collection.
+    The reason is a text, because an error would keep the frames of its traceback alive, and with them the store, until
+    a garbage collection.
     """
     failure = "connection refused"
     for address in addresses:

@@ -1,9 +1,9 @@
-"""The line from a rank to ``aiocomms run``, on which the rank reports formed communicators and lost ranks.
+"""The *line*: the socket on which a rank reports formed communicators and lost ranks to ``aiocomms run``.
 
 The rank also reports that it leaves, so that another process takes its place. The launcher gives each process that it
 starts a socket. An environment variable names the descriptor and the process, so a child or a fork of a rank reports
-nothing. Before the launcher replaces a process or ends all ranks, it says so on the line. This module imports only the
-standard library. In a process of another launcher, this module only looks for one variable.
+nothing. Before the launcher replaces a process or ends all ranks, it announces this on the line. This module imports
+only the standard library. In a process of another launcher, this module only looks for one variable.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 LINE: Final = "AIOCOMMS_SUPERVISOR"
 """The variable with the descriptor of the line and the pid of its process, such as ``"17:4711"``."""
 REPLACED, ENDS = "replaced", "ends"
-"""The launcher's announcements that another process replaces this one, and that all ranks end."""
+"""The launcher's two announcements: another process replaces this one, or all ranks end."""
 RESTARTS: Final = "AIOCOMMS_RESTARTS"
 """The variable with the number of earlier processes of this rank, since all ranks were started together."""
 
