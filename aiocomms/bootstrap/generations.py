@@ -202,8 +202,8 @@ class Arrival:
     def _heard(self, leader: bytes, names: bytes) -> str:
         """Return the key of the meeting that rank 0 reports, or raise the error that it reports.
 
-        Rank 0 names this arrival, so the process of rank 0 was present after this rank arrived. Only now is it an error
-        if rank 0 has another token or another version.
+        Rank 0 names this arrival, so the process of rank 0 was present after this rank arrived. Only then is another
+        token or another version of rank 0 an error.
         """
         said = _SAID.fullmatch(self._seal.verify("came", 0, leader).decode(errors="replace"))
         if said is None or said["digest"] != _digest(names):
@@ -218,7 +218,7 @@ class Arrival:
         self._answered = leader
 
     def _list(self, leader: str) -> str:
-        """Return the key of the list of ranks that have seen this arrival of rank 0, one for each number of ranks."""
+        """Return the key of the list of ranks that have seen this arrival. Each number of ranks has a separate list."""
         return f"here/{self._size}/{leader}"
 
     def _taken(self) -> NoReturn:
@@ -267,7 +267,7 @@ class _Roll:
             self._heard, self._heard_at = name, clock.now()
 
     def look(self) -> None:
-        """Call the roll, or note the ranks that have answered, at the times planned for these steps."""
+        """Call the roll, or record the ranks that have answered, at the times planned for these steps."""
         now = clock.now()
         if self._calls and now >= self._calls[0]:
             self._calls.pop(0)
@@ -277,7 +277,7 @@ class _Roll:
             self._note()
 
     def _note(self) -> None:
-        """Note the ranks that have answered the newest call."""
+        """Record the ranks that have answered the newest call."""
         where = f"roll/{self._heard}"
         with contextlib.suppress(ProtocolError):  # There is no list.
             answers = (fetch(self._store, where) or b"") if self._heard else b""

@@ -64,9 +64,9 @@ class Decision(msgspec.Struct, array_like=True):
     key: str
     """The key that tells this decision from all others."""
     old: dict[int, int]
-    """The survivors: the old rank of each, by its new rank."""
+    """The old rank of each survivor, by the survivor's new rank."""
     joins: dict[int, str]
-    """The newcomers: the claim of each, by its new rank."""
+    """The claim of each newcomer, by the newcomer's new rank."""
 
     @property
     def size(self) -> int:
@@ -102,7 +102,7 @@ async def form_again(
 
 
 async def replace(old: Communicator, new: Communicator) -> Communicator:
-    """Close a communicator that a new one replaces, and return the new one."""
+    """Close the old communicator, which the new one replaces, and return the new one."""
     try:
         await old.aclose()
     except BaseException as error:
@@ -132,13 +132,13 @@ class Recovery:
         """The lowest free ranks that no newcomer had claimed when this rank last looked."""
         line = self._meeting.line if before.reason is None else None
         self._closed = {rank for rank in range(self._old.size) if line is not None and line.gone(rank)}
-        """The ranks that had closed the communicator before. If they had died, the communicator would be lost."""
+        """The ranks that closed the communicator before. After the death of a rank, the communicator would be lost."""
         self._cut = False  # True if this rank may be cut off from ranks on other hosts.
         self._failed = ""
         """The end of an error, which gives the reason why the last attempt failed; empty if none has failed."""
         self._claims: Claims | None = None
         self._claimed: dict[int, str] = {}
-        """The claim by which each rank joined; empty if it joined without one, or a newcomer claims its rank."""
+        """The claim by which each rank joined; empty if the rank joined without one, or a newcomer claims it now."""
 
     async def run(self) -> Formed:
         """Agree on the new communicator and form it. If a rank or the store is lost, retry while there is time."""
@@ -376,7 +376,7 @@ class Recovery:
 class Presence:
     """The ranks that wait at a board, as far as this rank knows.
 
-    A rank that this rank takes for dead may only have been silent, or may have died after its arrival. Such a rank
+    A rank that this rank takes for dead may just have been silent, or may have died after its arrival. Such a rank
     counts as present only after it has reported its presence again.
 
     :param dead: a function that returns whether this rank takes a rank for dead.

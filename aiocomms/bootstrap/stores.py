@@ -51,7 +51,7 @@ class _Address(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """The address of the store, the rank that connects to it, and its deadline."""
+    """The address of the store, the rank that connects to the store, and the deadline of the connection."""
 
     host: str
     port: int

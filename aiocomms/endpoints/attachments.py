@@ -80,11 +80,11 @@ class Attachments:
     ) -> None:
         """Start to receive the other endpoint's notes.
 
-        :param grant: checks a descriptor that this endpoint made, and returns the region or raises
+        :param grant: a function that checks a descriptor of this endpoint, and returns the region or raises
             :class:`RegionError`.
-        :param bye: called when the other endpoint closes the connection.
-        :param hear: called with each note about lent blocks, even after the connection is over; it may raise
-            :class:`ProtocolError`.
+        :param bye: a function that is called when the other endpoint closes the connection.
+        :param hear: a function that is called with each note about lent blocks, even after the connection is over. The
+            function may raise :class:`ProtocolError`.
         """
         self._comm, self._core = comm, comm._core
         self._driver = comm._core.driver
@@ -142,7 +142,7 @@ class Attachments:
         return question
 
     async def close(self, attachment: Attachment, why: str, timeout: OpTimeout = COMM_TIMEOUT) -> None:
-        """Close an attachment: wait for operations under way, and let neither end start new ones. Idempotent.
+        """Close an attachment: refuse new operations of both ends, and wait for pending operations. Idempotent.
 
         :param why: the reason that is sent to the other endpoint.
         :param timeout: the deadline in seconds; when it passes, the connection is lost.

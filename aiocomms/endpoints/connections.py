@@ -40,7 +40,7 @@ _log = logging.getLogger("aiocomms")
 _ANSWERS: Final = 10.0
 """The seconds in which a caller must name its endpoint."""
 _AT_ONCE: Final = 32
-"""The most calls that this endpoint answers at once; other callers wait."""
+"""The largest number of calls that this endpoint answers at once. Further callers wait."""
 _MOST_GONE: Final = 16
 """The largest number of connections that the other end has closed, and that wait for :meth:`Connections.accept`."""
 _PAUSE: Final = 0.01
@@ -48,14 +48,14 @@ _PAUSE: Final = 0.01
 
 
 class _Forming:
-    """The calls to one other endpoint, and the answers to its calls, that are under way."""
+    """The pending calls to one other endpoint, and the pending answers to calls of that endpoint."""
 
     def __init__(self, driver: LoopDriver) -> None:
         self.calls = self.answers = 0
         self.newest = 0
         """The number of the last call that was answered."""
         self.news = Bell(driver)
-        """A bell that rings when the connection is formed, or no call or answer is under way any more."""
+        """A bell that rings when the connection is formed, or no call or answer is pending any more."""
         self.answering: anyio.CancelScope | None = None
         """The cancel scope of the last answer."""
 
@@ -199,7 +199,7 @@ class Connections:
             self._arrival.ring()
 
     def _bound_arrived(self) -> None:
-        """Close the oldest connections that no task has accepted and the other end has closed."""
+        """Close the oldest of the connections that the other end has closed, and that no task has accepted."""
         over = [peer for peer in self._arrived if peer in self._left]
         for peer in over[:-_MOST_GONE]:
             del self._arrived[peer]
@@ -280,7 +280,7 @@ class Connections:
     # -------------------------------------------------------------------------------------------------------- the end
 
     def _ended(self, peer: Peer, how: End) -> None:
-        """Record that a connection is over. Close a lost one; the program closes one that the other end has closed."""
+        """Record that a connection is over. Close it if it is lost. Otherwise the program must close it."""
         endpoint = peer._address.endpoint
         if self._peers.get(endpoint) is peer:
             del self._peers[endpoint]

@@ -23,9 +23,9 @@ from aiocomms.ops import checks
 FORGED: Final = "its owner has not made this descriptor, or it was changed"
 _MAC: Final = 32
 LONGEST: Final = 1024
-"""The most bytes of an address, and of a descriptor."""
+"""The largest number of bytes of an address, and of a descriptor."""
 LONGEST_LABEL: Final = 64
-"""The most characters of a name in an address."""
+"""The largest number of characters of a name in an address."""
 _ADDRESS: Final = Dialect("an endpoint's address", b"aioA", 1)
 _DESCRIPTOR: Final = Dialect("a region's descriptor", b"aioD", 1)
 DTYPES: Final = {str(dtype): dtype for dtype in checks.DTYPES}

@@ -185,8 +185,8 @@ class Endpoint(Handle):
     def new_pool(self, tensor: TensorLike) -> Pool:
         """Make a pool of memory blocks of equal size. Tasks lease blocks, and hand them over to other endpoints.
 
-        :param tensor: the memory, of shape ``[blocks, ...]`` and at least two dimensions. The conditions for the tensor
-            of :meth:`register` also apply.
+        :param tensor: the memory, of shape ``[blocks, ...]`` with at least two dimensions. The conditions for the
+            tensor of :meth:`register` also apply.
         :raises ArgumentError: the tensor is not as described above, or has no elements.
         :raises UnsupportedOperation: the endpoint's device is a GPU.
         """

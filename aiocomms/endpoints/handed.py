@@ -90,7 +90,7 @@ class HandedLease(Handle):
         :param into: a tensor of :attr:`shape` and of the blocks' dtype; a list with a tensor for each block; or the
             same number of blocks of this endpoint, as a :class:`Lease` or a selection from one.
         :param part: an index into a block's first dimension, such as a layer. With a part, ``into`` has one dimension
-            less. Without a part, whole blocks are read.
+            less. If None, the call reads whole blocks.
         :param timeout: the deadline in seconds; None: no deadline. The default is the endpoint's timeout.
         :returns: ``into``. If this call raises an error, the content of ``into`` is undefined.
         :raises ArgumentError: an argument is wrong, or does not fit; nothing was read.
@@ -136,12 +136,12 @@ class HandedLease(Handle):
             raise error.about(comm=self._peer._where, op="flush") from error.__cause__
 
     async def give_back(self, answer: Any = None) -> None:
-        """Give the blocks back once all operations under way have ended.
+        """Give the blocks back when all pending operations on the blocks have ended.
 
         If the call is cancelled, the blocks are still given back.
 
-        :param answer: the object that :meth:`Peer.hand_over` returns to the owner. It must be an object that
-            :meth:`Peer.send_object` accepts, of at most 256 KiB.
+        :param answer: the object that the owner's :meth:`Peer.hand_over` returns. :meth:`Peer.send_object` must accept
+            the object, which has at most 256 KiB.
         :raises ArgumentError: the answer cannot be sent; the blocks are not given back.
         :raises LeaseError: the owner has taken the blocks back, or this endpoint has already given them back.
         :raises CommError: the connection is lost or closed.
@@ -207,9 +207,9 @@ class HandedLease(Handle):
         return given
 
     def _leave(self, works: list[Work[Any]], lease: Lease | None) -> None:
-        """Count a call as under way until all its works are done. The works of a cancelled call go on.
+        """Count a call as pending until all its works are done. The works of a cancelled call continue.
 
-        :param lease: the lease that the works read or write besides the blocks.
+        :param lease: the lease whose blocks the works also read or write.
         """
         running = {work for work in works if not work.done()}
 

@@ -1,7 +1,7 @@
 """Hand-overs of one connection: blocks that either endpoint lends to the other one.
 
 :mod:`aiocomms.endpoints.lending` decides the state of each hand-over; this module carries out the actions. The ends
-exchange notes, which arrive in order. A body too long for one note follows in pieces.
+exchange notes, which arrive in order. If a body is too long for one note, further notes carry the rest of the body.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from aiocomms.ops import codec
 from aiocomms.progress.driver import Bell, LoopDriver, Promise
 
 MOST_BODY: Final = 256 * 1024
-"""The most bytes of a body: the indices of the blocks and the program's object."""
+"""The largest size in bytes of a body, which contains the indices of the blocks and the program's object."""
 _PIECE: Final = 1600
-"""The bytes of a body that fit into a note."""
+"""The largest number of bytes of a body that one note carries."""
 _MOST_WAITING: Final = 1024
 """The largest number of pending hand-overs from the other endpoint, which must not make more."""
 _PARTING: Final = 1.0
@@ -74,7 +74,7 @@ class Outgoing:
 
     @property
     def ended(self) -> bool:
-        """True once the hand-over has ended, even if a lost borrower still holds the blocks."""
+        """True once the hand-over has ended, even if a borrower whose connection is lost still holds the blocks."""
         return self.over.is_set
 
     async def take_back(self, why: str) -> None:
@@ -131,33 +131,33 @@ class Incoming:
         self.borrowed = lending.begin(self.borrowed, write=write)
 
     def done(self) -> None:
-        """Note that an operation has ended."""
+        """Record that an operation has ended."""
         self._step(lending.done(self.borrowed))
 
     async def idle(self) -> None:
-        """Wait until no operation is under way."""
+        """Wait until no operation is pending."""
         while self.borrowed.busy > 0:
             await self._news
 
     def end(self, answer: bytes | None, error: CommError | None) -> None:
-        """Release the blocks as soon as no operation is under way. Only the first call has an effect."""
+        """Release the blocks as soon as no operation is pending. Only the first call has an effect."""
         if self.borrowed.state is Borrowing.OPEN:
             self.answer, self.error = answer, error
             self._step(lending.end(self.borrowed))
 
     def flushed(self) -> None:
-        """Note that all writes are visible to the owner."""
+        """Record that all writes are visible to the owner."""
         self._step(lending.flushed(self.borrowed))
 
     def lose(self, error: CommError) -> None:
-        """Note that the connection is over."""
+        """Record that the connection is over."""
         if self.borrowed.state not in (Borrowing.CUT, Borrowing.OVER):
             self.answer, self.error = None, error
         self._step(lending.lose(self.borrowed))
         self.ended.set()
 
     def hush(self) -> None:
-        """Note that no operation of the lost connection moves data any more."""
+        """Record that no operation of the lost connection moves data any more."""
         self._step(lending.hush(self.borrowed))
 
     def _step(self, step: BorrowedStep) -> None:
@@ -315,7 +315,7 @@ class HandOvers:
     def hear(self, word: OfLeases) -> None:
         """Handle a note from the other end.
 
-        :raises ProtocolError: the note is not valid in the connection's state.
+        :raises ProtocolError: the other end must not send this note in the connection's current state.
         """
         if (self._partial is None) == isinstance(word, Piece):
             raise ProtocolError(f"the other endpoint says {type(word).__name__} in the middle of another message")
@@ -400,7 +400,7 @@ class HandOvers:
     # --------------------------------------------------------------------------------------------------------- the end
 
     def begin(self) -> None:
-        """Note that the connection is formed, and recall blocks that the borrower holds from earlier connections."""
+        """Record that the connection is formed, and recall blocks that the borrower holds from earlier connections."""
         self._counter.connected[self._borrower] = self
         self.recall_held()
 
@@ -414,7 +414,7 @@ class HandOvers:
         await all_of([functools.partial(out.take_back, why) for out in self._out.values()])
 
     def cut(self, error: CommError, *, in_order: bool) -> None:
-        """Note that the connection is over. If the call is repeated, the first reason stays.
+        """Record that the connection is over. If the call is repeated, the first reason stays.
 
         :param in_order: True if the other end has closed the connection.
         """
@@ -437,7 +437,7 @@ class HandOvers:
                 await self._news
 
     def close(self) -> None:
-        """Note that this end of the connection is closed."""
+        """Record that this end of the connection is closed."""
         self._told.clear()
         for out in list(self._out.values()):
             self.step(out, lending.quiet(out.lent))

@@ -51,12 +51,12 @@ class Lent(msgspec.Struct, frozen=True):
     """The owner's part of a hand-over."""
 
     lasting: bool
-    """True if the borrower may write, even after the connection is over."""
+    """True if the borrower may still write into the blocks after the connection is over."""
     state: Out = Out.LENT
 
     @property
     def ended(self) -> bool:
-        """True once the hand-over has ended, even if a lost borrower still holds the blocks."""
+        """True once the hand-over has ended, even if a borrower whose connection is lost still holds the blocks."""
         return self.state in (Out.HELD, Out.OVER)
 
 
@@ -78,7 +78,7 @@ def overdue(lent: Lent) -> LentStep:
 
 
 def returned(lent: Lent) -> LentStep:
-    """Note that the borrower has released the blocks: all its writes are visible, and no more will come."""
+    """Record that the borrower has released the blocks: all its writes are visible, and it writes nothing more."""
     match lent.state:
         case Out.LENT | Out.RECALLED | Out.CUT:
             return _to(lent, Out.OVER, Do.END)
@@ -88,7 +88,7 @@ def returned(lent: Lent) -> LentStep:
 
 
 def parted(lent: Lent) -> LentStep:
-    """Note that the borrower has released the blocks because it knows that the connection is over.
+    """Record that the borrower has released the blocks because it knows that the connection is over.
 
     If this end has not noticed the loss yet, the hand-over ends when this end notices it, with the loss as the reason.
     """
@@ -98,7 +98,7 @@ def parted(lent: Lent) -> LentStep:
 
 
 def cut(lent: Lent, *, in_order: bool) -> LentStep:
-    """Note that the connection is over.
+    """Record that the connection is over.
 
     :param in_order: True if the borrower closed the connection. Before that, the borrower has released the blocks.
     """
@@ -108,14 +108,14 @@ def cut(lent: Lent, *, in_order: bool) -> LentStep:
 
 
 def quiet(lent: Lent) -> LentStep:
-    """Note that this end of the connection is closed, so this process writes nothing more into the blocks."""
+    """Record that this end of the connection is closed, so this process writes nothing more into the blocks."""
     if lent.state is not Out.CUT:
         return lent, ()
     return _to(lent, Out.HELD, Do.END, Do.ASK) if lent.lasting else _to(lent, Out.OVER, Do.END)
 
 
 def died(lent: Lent) -> LentStep:
-    """Note that the borrower's process has ended."""
+    """Record that the borrower's process has ended."""
     return _to(lent, Out.OVER, Do.FREE) if lent.state is Out.HELD else (lent, ())
 
 
@@ -127,11 +127,11 @@ class Borrowing(enum.Enum):
 
     OPEN = enum.auto()
     ENDING = enum.auto()
-    """The program has released the blocks, and operations are still under way."""
+    """The program has released the blocks, and operations are still pending."""
     SETTLING = enum.auto()
     """All operations have ended, and their writes may still be on the way to the owner."""
     CUT = enum.auto()
-    """The connection is over, and operations may still be under way."""
+    """The connection is over, and operations may still be pending."""
     OVER = enum.auto()
 
 
@@ -147,7 +147,7 @@ class Borrowed(msgspec.Struct, frozen=True):
     """The borrower's part of a hand-over."""
 
     busy: int = 0
-    """The number of operations under way."""
+    """The number of pending operations."""
     wrote: bool = False
     state: Borrowing = Borrowing.OPEN
 
@@ -162,33 +162,33 @@ def begin(borrowed: Borrowed, *, write: bool) -> Borrowed:
 
 
 def done(borrowed: Borrowed) -> BorrowedStep:
-    """Note that an operation has ended, successfully or not."""
+    """Record that an operation has ended, successfully or not."""
     return _settle(Borrowed(borrowed.busy - 1, borrowed.wrote, borrowed.state))
 
 
 def end(borrowed: Borrowed) -> BorrowedStep:
-    """Release the blocks when the program gives them back or drops them, or when the owner takes them back."""
+    """Release the blocks: the program gives them back or releases them without an answer, or the owner takes them."""
     if borrowed.state is not Borrowing.OPEN:
         return borrowed, ()
     return _settle(Borrowed(borrowed.busy, borrowed.wrote, Borrowing.ENDING))
 
 
 def flushed(borrowed: Borrowed) -> BorrowedStep:
-    """Note that all writes are visible to the owner."""
+    """Record that all writes are visible to the owner."""
     if borrowed.state is not Borrowing.SETTLING:
         return borrowed, ()
     return Borrowed(0, borrowed.wrote, Borrowing.OVER), (Act.SAY,)
 
 
 def lose(borrowed: Borrowed) -> BorrowedStep:
-    """Note that the connection is over."""
+    """Record that the connection is over."""
     if borrowed.state is Borrowing.OVER:
         return borrowed, ()
     return Borrowed(borrowed.busy, borrowed.wrote, Borrowing.CUT), ()
 
 
 def hush(borrowed: Borrowed) -> BorrowedStep:
-    """Note that no operation of the lost connection moves data on this side any more."""
+    """Record that no operation of the lost connection moves data on this side any more."""
     if borrowed.state is not Borrowing.CUT:
         return borrowed, ()
     return Borrowed(0, borrowed.wrote, Borrowing.OVER), (Act.PART,)

@@ -24,7 +24,7 @@ class EndpointHello(msgspec.Struct, array_like=True):
     """The address of the endpoint that connects."""
     nonce: bytes
     number: int = 0
-    """The number of the call. Calls may overtake each other; only the endpoint's highest number counts."""
+    """The number of the call. Calls may overtake each other. The endpoint's call with the highest number counts."""
 
 
 class EndpointAnswer(msgspec.Struct, array_like=True):
@@ -42,7 +42,7 @@ ANSWERS: Final = ControlCodec[EndpointAnswer](EndpointAnswer, "what the other en
 
 
 class EndpointCall:
-    """A call to another endpoint: it connects, proves its membership of the job, and names this endpoint."""
+    """A call to another endpoint. The call connects, proves membership of the job, and names this endpoint."""
 
     def __init__(self, address: Address, mine: bytes, number: int, seconds: float) -> None:
         """Prepare the call.

@@ -292,7 +292,7 @@ class Peer(Handle):
         :attr:`Pool.held` after the end of the lease.
 
         :param lease: a lease of a pool of this endpoint. A lease may be handed over several times, also concurrently.
-        :param meta: an object for the other program. It must be an object that :meth:`send_object` accepts, of at most
+        :param meta: an object for the other program. :meth:`send_object` must accept the object, which has at most
             256 KiB.
         :param write: True if the other endpoint fills the blocks; this program must not use them meanwhile. False if
             the other endpoint reads the blocks; this program may only read them meanwhile.
@@ -302,8 +302,8 @@ class Peer(Handle):
             program are visible by then.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises LeaseError: the other program has released the blocks without an answer, or the lease has ended.
-        :raises CommTimeoutError: the blocks were not given back in time. If the other endpoint does not release them
-            within 5 s more, the connection is lost.
+        :raises CommTimeoutError: the blocks were not given back in time. If the other endpoint does not release the
+            blocks within 5 more seconds, the connection is lost.
         :raises CommError: the connection is lost or closed.
         """
         self._attachments.check_thread("hand_over")
@@ -345,7 +345,7 @@ class Peer(Handle):
         self._comm.abort(reason)
 
     async def aclose(self) -> None:
-        """Close the connection: end ops under way, and release all resources. Idempotent.
+        """Close the connection: end pending ops, and release all resources. Idempotent.
 
         The other side can still receive messages whose sends are done.
 
@@ -394,7 +394,7 @@ class Peer(Handle):
             await self._released
 
     def _when_still(self, call: Callable[[], object]) -> None:
-        """Call a function after :meth:`_still`; at once if the connection is not over."""
+        """Call a function after :meth:`_still`. If the connection is not over, call the function at once."""
 
         async def run() -> None:
             await self._still()
@@ -443,7 +443,7 @@ class Peer(Handle):
         self._hand_overs.hear(word)
 
     def _left(self) -> None:
-        """Note that the other end has closed. Its messages may still be on their way, or wait for a receive."""
+        """Record that the other end has closed. Its messages may still be on their way, or wait for a receive."""
         self._why = CommClosedError(_LEFT)
         self._end(self._why, End.LEFT)
 

@@ -34,7 +34,7 @@ class LentBlocks(Protocol):
 
     @property
     def ended(self) -> bool:
-        """True once the hand-over has ended, even if a lost borrower still holds the blocks."""
+        """True once the hand-over has ended, even if a borrower whose connection is lost still holds the blocks."""
 
     async def take_back(self, why: str) -> None:
         """End the hand-over, and wait until the borrower has released the blocks or the connection is over."""
@@ -325,7 +325,7 @@ class Lease(LeasedBlocks):
         super().__init__(pool, blocks)
         self._ending = self._ended = False
         self._out: dict[LentBlocks, None] = {}
-        """The hand-overs through which others may use the blocks: under way or held."""
+        """The pending and held hand-overs, through which other endpoints may use the blocks."""
         self._busy = 0
         """The number of this endpoint's operations on the blocks."""
 
@@ -358,7 +358,7 @@ class Lease(LeasedBlocks):
         self._out[out] = None
 
     def _settled(self, out: LentBlocks) -> None:
-        """Note that a hand-over no longer uses the blocks."""
+        """Record that a hand-over no longer uses the blocks."""
         del self._out[out]
         self._free_held()
 
@@ -371,7 +371,7 @@ class Lease(LeasedBlocks):
         self._busy += 1
 
     def _done(self) -> None:
-        """Note that an operation of this endpoint moves no more data."""
+        """Record that an operation of this endpoint moves no more data."""
         self._busy -= 1
         self._free_held()
 

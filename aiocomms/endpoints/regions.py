@@ -106,7 +106,7 @@ class Region(Handle):
         return self._revoked
 
     async def revoke(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
-        """Revoke the region: wait for operations under way, and refuse new ones. Idempotent.
+        """Revoke the region: refuse new operations, and wait for pending operations. Idempotent.
 
         When this call returns, no connected endpoint reads or writes the region. An endpoint whose connection was lost
         earlier may still write if its process lives.
@@ -115,7 +115,7 @@ class Region(Handle):
             default is the endpoint's timeout.
         :raises ArgumentError: ``timeout`` is not valid; nothing was revoked.
         :raises CommTimeoutError: an endpoint did not release the region in time. The connection with that endpoint is
-            lost. While its process lives, its operations under way may still complete.
+            lost. While the endpoint's process lives, its pending operations may still complete.
         :raises RuntimeError: the call is not on the endpoint's thread.
         """
         if get_ident() != self._thread:
@@ -308,7 +308,7 @@ class RemoteRegion(Described):
         return await self._window.map_remote_tensor(self._owner)
 
     async def aclose(self) -> None:
-        """Close the region on this endpoint: wait for operations under way, and tell the owner. Idempotent."""
+        """Close the region on this endpoint: wait for pending operations, and tell the owner. Idempotent."""
         await self._close(self._attachment, "")
 
     async def __aenter__(self) -> Self:

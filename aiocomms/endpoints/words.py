@@ -12,7 +12,7 @@ from aiocomms.lowlevel import ControlCodec
 LEADER: Final = 0
 """The rank that decides the order in which regions are opened and closed."""
 LONGEST_WHY: Final = 200
-"""The most characters of a reason."""
+"""The largest number of characters of a reason."""
 
 
 class Ask(msgspec.Struct, tag=0, array_like=True):
@@ -23,14 +23,14 @@ class Ask(msgspec.Struct, tag=0, array_like=True):
 
 
 class Refuse(msgspec.Struct, tag=1, array_like=True):
-    """A refusal of :class:`Ask`."""
+    """A refusal of an :class:`Ask`."""
 
     question: int
     why: str
 
 
 class Grant(msgspec.Struct, tag=2, array_like=True):
-    """A consent to an :class:`Ask` of the leader (rank 0), which then opens the region."""
+    """A consent to an :class:`Ask` of the leader (rank 0). The leader then opens the region."""
 
     question: int
     number: int
@@ -106,7 +106,7 @@ class Piece(msgspec.Struct, tag=10, array_like=True):
 
 
 class Recall(msgspec.Struct, tag=11, array_like=True):
-    """A recall of lent blocks by their owner, which then waits for :class:`GiveBack` or :class:`LetGo`."""
+    """A recall of lent blocks by their owner. The owner then waits for :class:`GiveBack` or :class:`LetGo`."""
 
     number: int
     why: str

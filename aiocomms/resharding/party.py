@@ -60,7 +60,7 @@ class Party(Handle, ABC):
 
     @abstractmethod
     def _lost(self, error: CommError) -> None:
-        """Note that the communicator is lost."""
+        """Record that the communicator is lost."""
 
     def _open_lane(self, token: bytes) -> None:
         """Open a lane for this side's messages, and start to receive them.

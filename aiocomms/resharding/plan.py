@@ -14,7 +14,7 @@ from aiocomms.resharding.words import DTYPES, ChunkRecord, TargetRecord
 BLOCK: Final = 4 << 20
 """The largest size in bytes of a block. A rank packs and writes a block at once."""
 _NAMED: Final = 3
-"""The most misfits that an error lists."""
+"""The largest number of tensors that an error lists."""
 
 
 class Copy(NamedTuple):

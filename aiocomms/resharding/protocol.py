@@ -123,7 +123,7 @@ class TargetRank(NamedTuple):
     made: int = 2
     """The number of buffers that were ever made."""
     move: Clear | None = None
-    """The move under way here."""
+    """The pending move of this rank."""
     filling: int | None = None
     """The buffer that was offered for the last move."""
     missing: frozenset[int] = frozenset()
@@ -206,7 +206,7 @@ class TargetLeader(NamedTuple):
     cleared: tuple[bytes, ...] = ()
     """The descriptor of the buffer that each rank offers; empty for a rank that has offered none yet."""
     whole: frozenset[int] = frozenset()
-    """The ranks that have all of the version."""
+    """The ranks that have the whole version."""
     lost: str = ""
     """The reason why the target is lost; empty if it is not."""
 
@@ -275,7 +275,7 @@ class TargetLeader(NamedTuple):
         return self._replace(move=None), [_to_source(Settled(self.move.call, kind, why))]
 
     def waits_for(self) -> str:
-        """Return what the move under way waits for, as text for an error of the source."""
+        """Return what the pending move waits for, as text for an error of the source."""
         using = [rank for rank in range(self.ranks) if not self.cleared[rank]]
         if not self.cleared[0]:
             return "target rank 0 still uses the version before the current one"
@@ -349,7 +349,7 @@ class SourceLeader(NamedTuple):
     writers: tuple[tuple[int, ...], ...]
     """The source ranks that write to each target rank."""
     call: int = 1
-    """The number of the call under way, or of the next one."""
+    """The number of the pending call, or of the next call if none is pending."""
     entered: tuple[tuple[int, int], ...] = ()
     """The ranks that have called ``move``, and their versions."""
     phase: Literal["gathering", "proposed", "withdrawn"] = "gathering"

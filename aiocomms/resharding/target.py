@@ -340,7 +340,7 @@ class Target(Party):
         self._act(actions)
 
     def _gone(self, peer: Peer, who: tuple[bytes, int] | None, error: CommError) -> None:
-        """Note that the connection with a source rank is over."""
+        """Record that the connection with a source rank is over."""
         actions: list[Action] = []
         rank = 0 if who is None else who[1]
         why = f"source rank {rank}: {error.message}"
@@ -354,7 +354,7 @@ class Target(Party):
         self._act(actions)
 
     async def aclose(self) -> None:
-        """Close the target on this rank; a move under way fails. Idempotent."""
+        """Close the target on this rank. A pending move fails. Idempotent."""
         if not self._closed:
             self._leader, actions = self._leader.lose("the target is closed")
             self._act(actions)

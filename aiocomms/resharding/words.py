@@ -16,7 +16,7 @@ from aiocomms.ops import checks
 DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in checks.DTYPES}
 """The dtypes, by their names in messages."""
 LONGEST: Final = 64 << 20
-"""The most bytes of a message: an inventory describes each chunk of each target rank."""
+"""The largest number of bytes of a message: an inventory describes each chunk of each target rank."""
 
 
 class ChunkRecord(msgspec.Struct, frozen=True, array_like=True):
