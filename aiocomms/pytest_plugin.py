@@ -1,6 +1,7 @@
 """The pytest plug-in: the fixtures ``world`` and ``comm``, and the markers ``ranks`` and ``simulated``.
 
-Every pytest run in an environment with aiocomms imports this module, so it imports nothing but pytest.
+Every pytest run in an environment with aiocomms imports this module, so this module imports only pytest and the
+standard library.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _WANTED = "wanted the number of ranks: ranks(4), or ranks(4, timeout=60, transpo
 
 
 class _Asked(NamedTuple):
-    """The world that a test wants: the arguments of the marker ``ranks``."""
+    """The arguments of a test's marker ``ranks``."""
 
     n: int
     timeout: float = 30.0
@@ -42,7 +43,7 @@ class _Asked(NamedTuple):
 
 
 class _SimulatedAs(NamedTuple):
-    """The simulation that a test wants: the arguments of the marker ``simulated``."""
+    """The arguments of a test's marker ``simulated``."""
 
     ranks: int = DEFAULT_RANKS
     seeds: int | Iterable[int] = 100
@@ -100,10 +101,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Run a simulated test, or a test with ``comm``, on every rank, and record that a test has passed.
 
-    Another function stands in the test's place only during the call. All parameters of a test of hypothesis share one
-    place, and a plug-in may run a test again.
+    Another function replaces the test's function only during the call. All parameters of a hypothesis test share one
+    function, and a plug-in may run a test again.
 
-    The fixture ``world`` aborts the world of a test that has not passed: its pending operations may never end.
+    If a test has not passed, the fixture ``world`` aborts the test's communicators, because their operations may never
+    end.
     """
     with pytest.MonkeyPatch.context() as patch:
         if isinstance(item, pytest.Function) and (test := item.stash[_instead]) is not None:
@@ -125,15 +127,15 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Iterator[None]:
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> list[Communicator]:
-    """Return the communicators of a world, in rank order. All ranks of the world run in the test's event loop.
+    """Return the communicators of all ranks, in rank order. All ranks run in the test's event loop.
 
-    The fixture serves ``async def`` tests under pytest-asyncio, or under anyio's plug-in with any backend.
+    The fixture is for ``async def`` tests that pytest-asyncio or anyio's plug-in (with any backend) runs.
     ``@pytest.mark.ranks(4)`` sets the number of ranks. The marker's arguments ``timeout=`` and ``transport=`` set the
-    deadline of operations and the transport. An indirect parameter can set the same values: as the number of ranks,
-    or as a mapping with the keys ``n``, ``timeout`` and ``transport``.
+    deadline of operations and the transport. An indirect parameter can set the same values. The parameter is the number
+    of ranks, or a mapping with the keys ``n``, ``timeout`` and ``transport``.
 
-    After the test the fixture closes the world. The test fails if a message is still unmatched, or if only some ranks
-    have called a collective. If the test has failed already, the fixture aborts the world.
+    After the test the fixture closes the communicators. The test fails if a message is still unmatched, or if only some
+    ranks have called a collective. If the test has already failed, the fixture aborts the communicators.
     """
     if request.node.get_closest_marker("simulated") is not None:
         raise _refusal(request, "is of one process, and the test's ranks are simulated ones: take 'comm'")
@@ -143,7 +145,7 @@ def world(request: pytest.FixtureRequest) -> list[Communicator]:
 
 
 class _EveryRank(list["Communicator"]):
-    """The value of the fixture :func:`comm` before the test is called, once for each of these communicators."""
+    """The value of the fixture :func:`comm`: a list, because the plug-in calls the test once for each communicator."""
 
 
 @pytest.fixture
@@ -151,8 +153,8 @@ def comm(request: pytest.FixtureRequest) -> Any:
     """Return one rank's communicator. The test runs on every rank of a :func:`world` at once.
 
     If the test fails on one rank, the other ranks are cancelled, and a note on the error names the failed rank. Another
-    fixture cannot take ``comm``, and takes ``world`` instead. With the marker ``simulated`` the ranks are simulated
-    processes, and each rank opens its communicator by ``new_comm``.
+    fixture cannot use ``comm``; use ``world`` there. With the marker ``simulated`` the ranks are simulated processes,
+    and each rank opens its communicator by ``new_comm``.
     """
     if "comm" not in request.node._fixtureinfo.argnames:
         raise _refusal(
@@ -164,7 +166,7 @@ def comm(request: pytest.FixtureRequest) -> Any:
 
 
 def _place(item: pytest.Function) -> tuple[Any, str]:
-    """Return the object and the attribute that hold the test, which hypothesis has in its own place."""
+    """Return the object and the attribute that hold the test's function. Hypothesis has another place for it."""
     holder = getattr(item.obj, "hypothesis", None)
     return (item, "obj") if holder is None else (holder, "inner_test")
 
@@ -195,7 +197,7 @@ def _on_every_rank(test: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _simulated(item: pytest.Function, marker: pytest.Mark, test: Callable[..., Any]) -> Callable[..., None]:
-    """Return the function that runs a simulated test: a synchronous one, which plug-ins for event loops ignore."""
+    """Return a synchronous function that runs a simulated test. Plug-ins for event loops ignore synchronous tests."""
     asked = _simulated_as(item, marker)
     if not inspect.iscoroutinefunction(test):
         pytest.fail(
@@ -255,7 +257,7 @@ def _trial(item: pytest.Function, program: Callable[[], Any], asked: _SimulatedA
 
 
 def _refusing(item: pytest.Function, call: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that checks a test's arguments, and turn its error into a failure of one sentence."""
+    """Call a function that checks a test's arguments, and turn its error into a test failure of one sentence."""
     from aiocomms.errors import ArgumentError
 
     try:
@@ -332,9 +334,9 @@ async def _aiocomms_anyio_world(request: pytest.FixtureRequest) -> AsyncIterator
 
 
 def _asyncio_worlds() -> ModuleType:
-    """Make a plug-in with one fixture for each scope of a test's loop, as fixture and test must share the loop.
+    """Make a plug-in with one fixture for each scope of a test's loop, because fixture and test must share the loop.
 
-    This function imports pytest-asyncio, as pytest has imported it by now.
+    This function imports pytest-asyncio, which pytest has already imported.
     """
     import pytest_asyncio
 

@@ -1,4 +1,8 @@
-"""Support for tests of programs that use aiocomms: worlds of several ranks in one process, without sockets or GPUs."""
+"""Support for tests of programs that use aiocomms.
+
+A world is a list with the communicators of several ranks. All ranks of a world run in one process, without sockets or
+GPUs.
+"""
 
 from __future__ import annotations
 

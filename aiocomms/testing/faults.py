@@ -1,7 +1,7 @@
 """Faults for tests of programs that use aiocomms: late calls, lost calls, calls that disagree, and ranks that die.
 
 ``with inject(world, drop(ranks=[1], op="all_reduce"), kill(ranks=[2], nth=3), seed=7) as injected:`` injects faults
-into the calls in the block, over any transport. The list ``injected`` names the faults that were injected.
+into the calls in the block, over any transport. The list ``injected`` has the faults that were injected.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _MAY_DIFFER = {
 def inject(world: Communicator | Sequence[Communicator], *faults: Fault, seed: int = 0) -> Iterator[list[Injected]]:
     """Inject faults into the calls in a ``with`` block. Enter and leave the block on the loop's thread.
 
-    Several faults can hit one call. A call that is killed or dropped is not delayed. At the end of the block, delayed
-    ops that were not posted yet are posted; dropped ops stay dropped.
+    Several faults can affect one call. If one of them is :func:`kill` or :func:`drop`, the call is not delayed. At the
+    end of the block, all delayed ops start. Dropped ops never start.
 
     :param world: a communicator, or the communicators of a test's world.
     :param faults: faults from :func:`delay`, :func:`drop`, :func:`kill`, :func:`mismatch` and :func:`slow_link`.
-    :param seed: the seed of the random draws for ``probability``. Each rank and fault has its own draws. So each run
-        hits the same calls of a rank, whatever other ranks do.
+    :param seed: the seed of the random draws for ``probability``. Each rank and fault has its own draws. So every run
+        with this seed affects the same calls of a rank, independently of other ranks.
     :returns: the faults that were injected so far, in the order of injection.
     :raises ArgumentError: an argument is wrong, or a fault names a rank that a communicator does not have.
     """
@@ -69,15 +69,16 @@ def delay(
     nth: int | None = None,
     probability: float = 1.0,
 ) -> Fault:
-    """Post an op late, and after it the ops that must not overtake it. The loop runs on meanwhile.
+    """Start an op late. Later ops that must not overtake this op wait, too. The event loop keeps running.
 
-    :param seconds: the delay in seconds, by the event loop's clock. Give this or ``until``.
-    :param until: the event until which the op waits, so that a test need not guess a time.
-    :param ranks: the ranks whose calls are hit; None: all ranks.
-    :param op: the operation, by the name of its method, or ``"stream"`` for messages of streams; None: any operation.
-    :param nth: the only call to hit on each rank, by its number among the calls of ``op``, from 1; None: all of them.
-    :param probability: the probability of a hit for each such call, above 0 and at most 1.
-    :raises ArgumentError: an argument is wrong, or the fault could never hit a call.
+    :param seconds: the delay in seconds, by the event loop's clock. Give either ``seconds`` or ``until``.
+    :param until: an event. The op starts when the event is set, so the test needs no fixed delay.
+    :param ranks: the ranks whose calls are affected; None: all ranks.
+    :param op: the name of the affected method, or ``"stream"`` for messages of streams; None: any operation.
+    :param nth: the number of the only affected call on each rank, counted from 1 among the calls of ``op``; None: all
+        calls.
+    :param probability: the probability with which each such call is affected, above 0 and at most 1.
+    :raises ArgumentError: an argument is wrong, or the fault could never affect a call.
     """
     if (seconds is None) == (until is None):
         raise ArgumentError(f"seconds is {seconds!r} and until is {until!r}, wanted one of them")
@@ -90,12 +91,13 @@ def delay(
 def drop(
     *, ranks: Sequence[int] | None = None, op: str | None = None, nth: int | None = None, probability: float = 1.0
 ) -> Fault:
-    """Never post an op, so that it ends at its deadline. The parameters are those of :func:`delay`.
+    """Never start an op, so that the op fails at its deadline. The parameters are those of :func:`delay`.
 
-    A dropped receive fails alone, like a receive without a message. After a dropped collective, the rank's later
-    collectives in the same lane are dropped, too: the other ranks would match the next collective with the dropped one.
+    A dropped receive fails only on this rank, like a receive without a message. After a dropped collective, the rank's
+    later collectives in the same lane are dropped, too. Otherwise the other ranks would match the dropped collective
+    with this rank's next collective.
 
-    :raises ArgumentError: an argument is wrong, or the fault could never hit a call.
+    :raises ArgumentError: an argument is wrong, or the fault could never affect a call.
     """
     return _fault("drop", ranks, op, nth, probability)
 
@@ -105,11 +107,11 @@ def kill(
 ) -> Fault:
     """Kill the process of a rank with SIGKILL, during a call. The parameters are those of :func:`delay`.
 
-    In a simulation, the rank dies as after a call of ``here().world.kill``. Ranks that share a process, as in
-    ``local_world``, only simulate the death: every op of this communicator fails on the rank itself with a
+    In a simulation, the rank dies as after a call of ``here().world.kill``. If ranks share a process, as in
+    ``local_world``, the death is only simulated: on this rank, every op of the communicator fails with a
     :class:`~aiocomms.errors.CommAbortedError`. The other ranks always get a :class:`~aiocomms.errors.PeerDiedError`.
 
-    :raises ArgumentError: an argument is wrong, or the fault could never hit a call.
+    :raises ArgumentError: an argument is wrong, or the fault could never affect a call.
     """
     return _fault("kill", ranks, op, nth, probability)
 
@@ -124,13 +126,14 @@ def mismatch(
 ) -> Fault:
     """Change an op of a rank, so that the other ranks get a :class:`~aiocomms.errors.MismatchError`.
 
-    A message of another dtype has this effect, too. A message of another size fails only its receive. With another
-    dtype or size, the op works on copies: the tensors of the caller do not change. The other parameters are those of
+    A message with a wrong dtype has this effect, too. A message with a wrong size makes only the receive fail. For a
+    wrong dtype or size, the op uses copies. The caller's tensors do not change. The other parameters are those of
     :func:`delay`.
 
-    :param differs: ``"dtype"`` of the op's tensors; ``"size"``, twice the elements; or ``"root"`` of ``broadcast`` and
-        ``reduce``, if a transport carries these itself.
-    :raises ArgumentError: an argument is wrong, or the fault could never hit a call.
+    :param differs: the wrong property. ``"dtype"`` changes the dtype of the op's tensors, ``"size"`` doubles their
+        number of elements, and ``"root"`` changes the root of ``broadcast`` and ``reduce``. ``"root"`` needs a
+        transport that implements these ops itself.
+    :raises ArgumentError: an argument is wrong, or the fault could never affect a call.
     """
     if differs not in get_args(Differs):
         raise ArgumentError(f"differs is {differs!r}, wanted one of {', '.join(map(repr, get_args(Differs)))}")
@@ -145,13 +148,14 @@ def slow_link(
     nth: int | None = None,
     probability: float = 1.0,
 ) -> Fault:
-    """Delay each op or message of a rank in proportion to its bytes, as a link that carries them one after the other.
+    """Delay each op or message of a rank in proportion to its bytes, like a slow network link.
 
-    For an op that a transport carries itself, the bytes of all tensors that the rank passes count. For an op made of
-    messages, the bytes of each message count. The other parameters are those of :func:`delay`.
+    The link carries one op or message at a time. If a transport implements an op itself, the bytes of all tensors that
+    the rank passes count. If the op is made of messages, the bytes of each message count. The other parameters are
+    those of :func:`delay`.
 
     :param bytes_per_second: the rate of the link, by the event loop's clock.
-    :raises ArgumentError: an argument is wrong, or the fault could never hit a call.
+    :raises ArgumentError: an argument is wrong, or the fault could never affect a call.
     """
     bytes_per_second = as_int(bytes_per_second)
     if type(bytes_per_second) not in (int, float):

@@ -1,7 +1,7 @@
-"""The layer that injects faults, between the routes of a communicator and its transports.
+"""The layer between a communicator and its transports, which injects faults.
 
-A transport starts ops only in its ``post``, so one place injects the faults of every transport. Native shortcuts bypass
-that place, but take no call while a hook is registered. So this layer registers a hook.
+A transport starts ops only in its ``post``, so this layer wraps ``post``. Native shortcuts (native methods that start
+an op) would bypass the layer. They are off while a hook is registered, so the layer registers a hook.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ Differs = Literal["dtype", "size", "root"]
 Post = Callable[[Any, Any], float | None]
 
 STREAM = "stream"
-"""The name of an op whose message belongs to a stream."""
+"""The name under which faults know the messages of streams."""
 
 
 class Fault(msgspec.Struct, frozen=True, eq=False):
-    """A fault and the calls that it hits. The functions of :mod:`aiocomms.testing.faults` create faults."""
+    """A fault, and the calls that the fault affects. The functions of :mod:`aiocomms.testing.faults` create faults."""
 
     kind: Kind
     ranks: tuple[int, ...] | None
     op: frozenset[str]
-    """The names of the ops that the fault hits."""
+    """The names of the ops that the fault affects."""
     nth: int | None
     probability: float
     seconds: float = 0.0
@@ -66,7 +66,7 @@ class Injected(NamedTuple):
     rank: int
     op: str
     call: int
-    """The number of this call among the rank's calls that the fault is aimed at, from 1."""
+    """The number of this call, from 1, among the rank's calls of the ops that the fault names."""
 
 
 class Injection(Handle):
@@ -74,14 +74,14 @@ class Injection(Handle):
 
     def __init__(self, faults: Sequence[Fault], seed: int, comm: Communicator, log: list[Injected]) -> None:
         self.since: int = comm._core.ledger.issued
-        """The number of the first op that may be hit."""
+        """The number of the first op that the faults may affect."""
         self._rank, self._log = comm.rank, log
         self.faults: list[Fault] = [fault for fault in faults if fault.ranks is None or comm.rank in fault.ranks]
         self._calls = [0] * len(self.faults)
         self._random = [random.Random(f"{seed} {comm.rank} {i}") for i in range(len(self.faults))]  # noqa: S311
 
     def hits(self, name: str) -> Iterator[Fault]:
-        """Yield the faults that hit a call, and log them as injected."""
+        """Yield the faults that affect a call, and record them as injected."""
         for i, fault in enumerate(self.faults):
             if name not in fault.op:
                 continue
@@ -110,7 +110,7 @@ class _Held(msgspec.Struct, eq=False):
 
 
 class _Otherwise:
-    """The completion that a transport gets for a work if a fault has changed its op."""
+    """The object that a transport gets in place of a work if a fault has changed the op."""
 
     __slots__ = ("__weakref__", "_work", "op")
 
@@ -122,19 +122,19 @@ class _Otherwise:
 
 
 class Link:
-    """The path of one rank's ops to its transports."""
+    """The path of one rank's ops to the rank's transports. The path injects the faults."""
 
     def __init__(self, comm: Communicator) -> None:
         self._core = comm._core
         self._injections: list[Injection] = []
         self._faults: WeakKeyDictionary[Completion, list[Fault]] = WeakKeyDictionary()
-        """The faults of each op of the program. They hit all messages of the op."""
+        """The faults of each op that the program has called. A fault affects all messages of the op."""
         self._queues: dict[Hashable, deque[_Held]] = {}
-        """The held ops, by the key of ops that must keep their order."""
+        """The delayed ops, by the key that :func:`_order` returns."""
         self._stalled: set[Hashable] = set()
-        """The keys of order under which a collective was dropped.
+        """The keys, as :func:`_order` returns them, of dropped collectives.
 
-        No later op of such a key is posted: the other ranks would match it with the dropped collective.
+        No later op with such a key is posted, because the other ranks would match that op with the dropped collective.
         """
         self._dropped: set[Completion] = set()
         self._otherwise: WeakValueDictionary[int, _Otherwise] = WeakValueDictionary()  # The keys are the ids of works.
@@ -145,7 +145,7 @@ class Link:
         self._injections.append(injection)
 
     def end(self, injection: Injection) -> None:
-        """Stop injecting these faults, and post the ops that the faults hold.
+        """Stop injecting these faults, and post the ops that the faults delay.
 
         Ops that were dropped or changed stay dropped or changed.
         """
@@ -157,7 +157,7 @@ class Link:
                 held.release()
 
     def post(self, transport: Transport, send: Post, op: ops.Op, work: Completion, lane: int | None) -> float | None:
-        """Post an op by ``send(op, work)``: at once, late, changed, or never, as its faults say."""
+        """Post an op by ``send(op, work)``: at once, late, with a changed op, or never. The op's faults decide this."""
         faults, key = self._faults_of(work), _order(op, lane)
         kinds = {fault.kind for fault in faults}
         if "kill" in kinds:
@@ -176,11 +176,11 @@ class Link:
         return None
 
     def carries(self, work: Completion) -> bool:
-        """Return whether no transport knows of an op, because the op is held or was dropped."""
+        """Return True if an op is delayed or dropped, so that no transport knows the op."""
         return work in self._dropped or any(held.work is work for queue in self._queues.values() for held in queue)
 
     def known_as(self, work: Completion) -> Any:
-        """Return the completion that the transport has for a work: the work, unless a fault has changed its op."""
+        """Return the object that the transport has for a work: the work itself, unless a fault has changed the op."""
         return self._otherwise.get(id(work), work)
 
     def _disguised(self, faults: Sequence[Fault], op: ops.Op, work: Completion) -> Any:
@@ -193,7 +193,7 @@ class Link:
         return otherwise
 
     def _faults_of(self, work: Completion) -> list[Fault]:
-        """Return the faults of the program's op to which a work belongs; none for the library's own messages."""
+        """Return the faults of the program's op to which a work belongs. The library's own messages have no faults."""
         while isinstance(work, RunPart):
             work = work._run.work
         if not isinstance(work, StartedWork):
@@ -246,7 +246,7 @@ class Link:
         self._core.driver.spawn(functools.partial(self._serve, key), copy_context())
 
     async def _serve(self, key: Hashable) -> None:
-        """Post the held ops of a key in order, each after its wait."""
+        """Post the delayed ops of a key in order, each after its delay."""
         queue = self._queues[key]
         while queue:
             held = queue[0]
@@ -270,9 +270,9 @@ class Link:
 
 
 class Between:
-    """The stand-in for one transport in the routes of a communicator.
+    """The wrapper of one transport, through which a communicator posts its ops.
 
-    Every attribute that this class lacks is that of the transport.
+    All other attributes are those of the transport.
     """
 
     link: Link
@@ -307,7 +307,7 @@ class Between:
 def link_of(comm: Communicator) -> Link:
     """Return the link of a communicator.
 
-    The first call for a communicator routes all its later ops through the link.
+    After the first call for a communicator, all ops of that communicator go through the link.
     """
     core = comm._core
     for known in core.by_family.values():
@@ -324,9 +324,9 @@ def link_of(comm: Communicator) -> Link:
 
 
 def different(op: ops.Op, differs: Differs, size: int) -> ops.Op:
-    """Return an op with which the other ranks disagree. Tensors of another dtype or size are copies.
+    """Return a changed op, so that the ranks disagree. The tensors of another dtype or size are copies.
 
-    :raises UnsupportedOperation: the root should differ, but the op has no root, because it is a message of a
+    :raises UnsupportedOperation: ``differs`` is ``"root"``, but the op has no root, because the op is a message of a
         collective.
     """
     fields = {name: getattr(op, name) for name in op.__struct_fields__}
@@ -369,13 +369,13 @@ def _order(op: ops.Op, lane: int | None) -> Hashable:
 
 
 def _nbytes(op: ops.Op) -> int:
-    """Return the bytes that a rank sends for an op. For an op in place, they are the bytes of its tensors."""
+    """Return the bytes that a rank sends for an op. For an op that works in place, count the op's tensors."""
     buffers = op.reads() or ([] if isinstance(op, ops.Recv) else op.writes())
     return sum(tensor.nbytes for _, tensor in buffers)
 
 
 def _in_memory(store: Any) -> bool:
-    """Return whether the ranks that have met in a store share one process."""
+    """Return whether the ranks that use a store share one process."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store is None or isinstance(store, HashStore)

@@ -1,4 +1,4 @@
-"""Leftovers of a test in its world: unmatched messages, and collectives that only some ranks have called."""
+"""The leftovers of a test: unmatched messages, and collectives that only some ranks have called."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from aiocomms.progress.inflight import StartedWork
 class Leftovers:
     """The operations that are pending when a test ends.
 
-    An operation that succeeds while the communicators close is no mistake: for example, a send that is not awaited.
-    Messages of streams do not count, because an open stream always waits for messages.
+    An operation that succeeds while the communicators close is not reported: for example, a send without ``await``.
+    Messages of streams are not reported, because an open stream always waits for messages.
     """
 
     def __init__(self, world: Sequence[Communicator]) -> None:

@@ -1,8 +1,8 @@
-"""The watch over a test's world: it ends a wait early if nothing but the wait's deadline can happen.
+"""The watch over the ranks of a test, which ends an op early if nothing can happen before the op's deadline.
 
-A loop of asyncio continues by a ready callback, a timer, a descriptor, or another thread. If the loop has none of these
-before the earliest deadline of an op, the watch ends that op early. The watch cannot read other loops, such as uvloop's
-and trio's. On these loops, and in a process with other threads, ops wait for the deadline.
+A callback, a timer, a descriptor or another thread makes an asyncio loop continue. If nothing of this kind can come
+before the earliest deadline of an op, the watch ends that op. The watch cannot read other loops, such as uvloop's and
+trio's. On these loops, and in a process with other threads, ops wait for the deadline.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from aiocomms.progress import deadlines
 from aiocomms.progress.inflight import StartedWork
 
 PERIOD: Final = 0.25
-"""Seconds between two looks. The watch ends a wait that two looks in a row find stranded."""
+"""Seconds between two looks. The watch ends an op if two looks in a row find that nothing else can happen."""
 
 _SIMULATED: Final = "aiocomms.testing.simulation.threads"
 _QUIET: Final = {deadlines.__name__, live.__name__, _SIMULATED, "execnet.gateway_base", "pytest_timeout"}
 """The modules whose threads call no loop: this package's, those of pytest-xdist, and the timers of pytest-timeout."""
 _looks: WeakSet[Any] = WeakSet()
-"""The timers of all watches. They do not count as work of a loop."""
+"""The timers of all watches. These timers do not count as work of a loop."""
 
 
 class _NextEnd(NamedTuple):
@@ -43,10 +43,10 @@ class _NextEnd(NamedTuple):
 
 
 class StrandedWatch:
-    """The watch over one world. The watch costs one timer on the loop, and nothing for each op."""
+    """The watch over the ranks of one test. The watch costs one timer on the loop, and nothing for each op."""
 
     def __init__(self, world: Sequence[Communicator]) -> None:
-        """Begin if the running loop can be read. The world's transports must move by calls on this thread alone."""
+        """Begin if the state of the running loop can be read. Only calls on this thread may advance the transports."""
         self._world = world
         self._found: StartedWork[Any] | None = None
         self._loop = _readable_loop()
@@ -82,9 +82,9 @@ class StrandedWatch:
         return min(waits, key=lambda wait: wait.deadline, default=None)
 
     def _is_last(self, wait: _NextEnd) -> bool:
-        """Return whether nothing can happen before the deadline of a wait, and the deadline is the world's own.
+        """Return whether nothing can happen before the deadline of a wait, and the deadline is the default deadline.
 
-        The watch leaves an op with a ``timeout`` of its own to that deadline.
+        The watch does not end an op that was called with a ``timeout``.
         """
         kinds = {type(transport) for comm in self._world for transport in comm._core.transports}
         others = {transport for comm in directory.every_open() for transport in comm._core.transports}
@@ -155,7 +155,8 @@ def _is_quiet(frame: FrameType | None, target: object) -> bool:
 def _rests(loop: Any, fds: Collection[int | None], seconds: float) -> bool:
     """Return whether a loop has nothing to run within some seconds.
 
-    asyncio has no public call for this, so this function reads private fields. A loop without them never rests.
+    asyncio has no public call for this, so this function reads private fields. The result is False for a loop without
+    these fields.
 
     :param fds: the descriptors that only other threads make readable.
     """

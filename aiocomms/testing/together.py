@@ -19,15 +19,16 @@ T = TypeVar("T")
 
 
 async def run_ranks(world: Sequence[Communicator], fn: Callable[[Communicator], Awaitable[T]]) -> list[T]:
-    """Run ``fn(comm)`` on every rank at once, each in its own task, where ``get_comm`` finds the rank's communicator.
+    """Run ``fn(comm)`` on every rank at once, each in its own task.
 
-    When one rank fails, all other ranks are cancelled. The error of the failed rank is raised unchanged, with a note
-    that names the rank. So ``pytest.raises(CommTimeoutError)`` catches a timeout.
+    In each task, ``get_comm`` returns the rank's communicator. When one rank fails, all other ranks are cancelled. The
+    error of the failed rank is raised unchanged, with a note that names the rank. So
+    ``pytest.raises(CommTimeoutError)`` catches a timeout.
 
     :param world: the communicators, one for each rank.
     :param fn: an async function.
     :returns: the results of ``fn``, in the order of ``world``.
-    :raises ArgumentTypeError: ``world`` has other items than communicators, or ``fn`` returns no awaitable.
+    :raises ArgumentTypeError: an item of ``world`` is not a communicator, or ``fn`` does not return an awaitable.
     """
     world = communicators(world)
     results: list[Any] = [None] * len(world)
@@ -54,7 +55,7 @@ async def run_ranks(world: Sequence[Communicator], fn: Callable[[Communicator], 
 def communicators(world: object) -> list[Communicator]:
     """Return the communicators of a world as a list.
 
-    :raises ArgumentTypeError: ``world`` is not iterable, or has other items than communicators.
+    :raises ArgumentTypeError: ``world`` is not iterable, or one of its items is not a communicator.
     """
     if not isinstance(world, Iterable):
         raise arguments.wrong_type("world", world, "a list of communicators")
@@ -72,7 +73,7 @@ def _awaitable(given: Awaitable[T]) -> Awaitable[T]:
 
 
 def _noted(failures: Sequence[tuple[Communicator, BaseException]]) -> BaseException:
-    """Return the first failure with notes that name the ranks that failed. Each other failure has one note."""
+    """Return the first failure, with notes that name all failed ranks. Failures of the same cause share a note."""
     comm, first = failures[0]
     groups: list[tuple[BaseException, list[int]]] = []
     for other, error in failures:

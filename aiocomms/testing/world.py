@@ -1,4 +1,4 @@
-"""The function ``local_world``, which opens a world of several ranks in one process."""
+"""The function ``local_world``, which opens the communicators of several ranks in one process."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ from aiocomms.testing.stranded import StrandedWatch
 async def local_world(
     size: int, transport: str | Mapping[str, str] | None = None, *, name: str = "world", timeout: Timeout = 30.0
 ) -> AsyncIterator[list[Communicator]]:
-    """Open a world whose ranks all live in this process and event loop.
+    """Open the communicators of several ranks, which all run in this process and on this event loop.
 
     ``async with local_world(4) as comms:`` gives one communicator per rank. Run the ranks' code concurrently, with
-    :func:`aiocomms.testing.run_ranks`, :func:`asyncio.gather` or a task group. At the end all communicators are closed,
-    or aborted if the body raises.
+    :func:`aiocomms.testing.run_ranks`, :func:`asyncio.gather` or a task group. The end of the block closes all
+        communicators, or aborts them if the block raises.
 
     :param size: the number of ranks.
     :param transport: a transport that can run several ranks in one process; None: the simplest such transport.
     :param name: the communicators' name.
-    :param timeout: the deadline in seconds of ops without a ``timeout`` of their own, so that a hanging test fails;
-        None: no deadline. Over ``local`` on asyncio, an op ends sooner if nothing else can happen on the loop.
+    :param timeout: the deadline in seconds of ops that are called without ``timeout``; None: no deadline. Because of
+        the deadline, a hanging test fails. Over ``local`` on asyncio, an op fails earlier if nothing else can happen on
+        the loop.
     :raises ArgumentError: ``size`` is not a number of ranks, or another argument is wrong.
     :raises UnsupportedOperation: no available transport can run all ranks in one process.
     """
@@ -68,7 +69,7 @@ async def local_world(
 
 @contextmanager
 def _watched(plan: Selection, world: list[Communicator]) -> Iterator[None]:
-    """Watch the loop if all messages of the world move by calls on this thread alone."""
+    """Watch the loop, if only calls on this thread move the messages between the ranks."""
     watch = StrandedWatch(world) if set(plan.names.values()) == {in_process()} else None
     try:
         yield
@@ -78,7 +79,7 @@ def _watched(plan: Selection, world: list[Communicator]) -> Iterator[None]:
 
 
 class _Meeting:
-    """The state that the ranks of a world share while they open, and the store where they meet to split or recover."""
+    """The state that the ranks share while their communicators open, and the store for later splits and recoveries."""
 
     def __init__(self, size: int, name: str, timeout: float) -> None:
         self.size, self.name, self.timeout = size, name, timeout
@@ -95,7 +96,7 @@ class _Meeting:
 
 
 class _Together(StoreRendezvous):
-    """The rendezvous of a rank in memory. Over a store, each rank would look for every other one in a thread."""
+    """The rendezvous of a rank in memory. Over a store, each rank would need a thread to look for the other ranks."""
 
     def __init__(self, meeting: _Meeting, rank: int) -> None:
         here = PrefixStore(f"aiocomms/{meeting.name}", meeting.store)

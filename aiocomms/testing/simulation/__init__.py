@@ -1,4 +1,4 @@
-"""Simulated worlds: a distributed program runs in one thread and in virtual time, and one seed decides its history."""
+"""Simulations of a distributed program, which runs in one thread and in virtual time. One seed decides each run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The parts of anyio's backend that a simulation replaces: its threads, and an order that differs from run to run.
+"""The parts of anyio's backend that a simulation replaces: threads, and the order in which scopes are cancelled.
 
-anyio cancels the child scopes of a scope in the order of a set, which depends on addresses in memory. Scopes of
-simulated programs keep their child scopes in the order of entry.
+anyio cancels the child scopes of a scope in the order of a set. This order depends on addresses in memory, so it
+differs from run to run. Scopes of simulated programs keep their child scopes in the order of entry.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ _MOMENT: Final = 5e-5
 
 
 class Occurrence(NamedTuple):
-    """A call at some time. Calls at the same time run in the order in which they were scheduled."""
+    """A scheduled call. Calls at the same time run in the order in which they were scheduled."""
 
     time: float
     number: int
@@ -31,7 +31,7 @@ class Clockwork:
         self.random = Random(seed)  # noqa: S311 - A seed repeats it.
         self.time = 0.0
         self.only_looks = False
-        """True if the call only checked whether other ranks live, and no deadline is pending in its process."""
+        """True if the last call only checked whether other ranks live, and its process has no pending deadline."""
         self.trace: list[tuple[float, str, str]] = []
         """The events so far: the time, the process, and the event."""
         self._coming: list[Occurrence] = []
@@ -50,7 +50,7 @@ class Clockwork:
         heapq.heappush(self._coming, Occurrence(when, next(self._numbers), timeline, call, args))
 
     def next(self) -> Occurrence | None:
-        """Advance the time to the next call, and return the call; None if its process has ended or is paused."""
+        """Advance the time to the next call, and return the call; None if the call's process has ended or is paused."""
         coming = heapq.heappop(self._coming)
         timeline = coming.timeline
         if timeline is not None and timeline.over:
@@ -80,7 +80,7 @@ class Clockwork:
 
 
 class Timeline:
-    """The time of one process: its own clock, and its end."""
+    """The time of one process: the clock of the process, and its end."""
 
     def __init__(self, clockwork: Clockwork, rank: int, restarts: int) -> None:
         """Begin the time of a process.
@@ -96,11 +96,11 @@ class Timeline:
         self.dead = self.over = False
         self.paused_until = 0.0
         self.slowness = 0.0
-        """The most seconds by which each call is late."""
+        """The most seconds by which each call of the process is late."""
         self.generators: list[weakref.ref[AsyncGenerator[Any, Any]]] = []
         """The asynchronous generators that have begun in the process."""
         self.unraised: list[dict[str, Any]] = []
-        """The errors without a caller, each as the context for a loop's exception handler."""
+        """The errors that no caller could get, each as the context for a loop's exception handler."""
 
     def __repr__(self) -> str:
         return self._name
@@ -110,7 +110,7 @@ class Timeline:
         return max(self._least, self.says_at(self.clockwork.time))
 
     def says_at(self, time: float) -> float:
-        """Convert a time of the world to the time of the process's monotonic clock."""
+        """Convert a virtual time to the time of the process's monotonic clock."""
         return self._begins + time * self._rate
 
     def at(self, when: float, call: Callable[..., object], *args: Any) -> None:
@@ -122,7 +122,7 @@ class Timeline:
         self.clockwork.at(self.clockwork.time + seconds, self, call, *args)
 
     def soon(self, call: Callable[..., object], *args: Any) -> None:
-        """Schedule a call a moment later, as if another thread made the call."""
+        """Schedule a call for a moment later, as if another thread made the call."""
         self.later(self.clockwork.a_moment(), call, *args)
 
     def _punctually(self, when: float, call: Callable[..., object], args: tuple[Any, ...]) -> None:

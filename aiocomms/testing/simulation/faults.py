@@ -1,4 +1,7 @@
-"""The faults of a history. The test sets how many of each kind there are, and the seed decides the rest."""
+"""The faults of a history, which is one simulated run.
+
+The test sets their numbers, and the seed their times and ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ if TYPE_CHECKING:
     from aiocomms.testing.simulation.world import SimulatedWorld
 
 _SHORT, _LONG = 1e-3, 20.0
-"""The least and the most seconds of a pause or a partition. A rank counts as dead after 5 s."""
+"""The least and the most seconds of a pause or a partition. The other ranks treat a silent rank as dead after 5 s."""
 
 
 def changed(record: Any, first: int = 0) -> str:
@@ -27,18 +30,19 @@ def changed(record: Any, first: int = 0) -> str:
 
 @dataclass(frozen=True)
 class Faults:
-    """The numbers of faults in a history.
+    """The numbers of faults in a history, which is one simulated run.
 
     :param deaths: the number of ranks that die, as after SIGKILL.
     :param restarts: whether a rank that has died restarts. The program finds the number of restarts in
         :attr:`.SimulatedRank.restarts`.
     :param pauses: the number of ranks that stop for 1 ms to 20 s, as after SIGSTOP.
-    :param slow: the number of ranks that become slow at some time: each later event is up to 50 ms late.
+    :param slow: the number of ranks that become slow at some time. Each later event of such a rank is up to 50 ms late.
     :param cuts: the number of pairs of ranks whose connections are cut.
     :param partitions: the number of pairs of ranks between which no traffic passes for 1 ms to 20 s, in one direction
         or in both.
     :param stores: 1 if the store dies.
-    :param within: the seconds within which all faults happen; None: the time that the program takes without faults.
+    :param within: the seconds within which all faults happen; None: as many seconds as the program takes without
+        faults.
     """
 
     deaths: int = 0

@@ -1,4 +1,4 @@
-"""The place of a simulated program: its rank, and its access to the world."""
+"""The rank of the calling program in a simulation, and its access to the simulated world."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SimulatedRank(NamedTuple):
     world: SimulatedWorld
 
     def launched_as(self, job: str, rank: int, size: int) -> None:
-        """Join one of several jobs. ``new_comm()`` then finds the job's ranks, as it does under a launcher.
+        """Make the calling process a rank of one of several jobs. ``new_comm()`` then finds the job's ranks.
 
         :param job: the job's name. Each job has its own store.
         :param rank: this process's rank in the job.

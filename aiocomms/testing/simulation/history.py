@@ -1,4 +1,4 @@
-"""The functions ``simulate``, which runs one history of a program, and ``explore``, which looks for a failing one."""
+"""The functions ``simulate``, which runs one history of a program, and ``explore``, which finds a failing history."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def simulate(
     latency: tuple[float, float] = LATENCY,
     longest: float = LONGEST,
 ) -> History:
-    """Run a distributed program in one thread and in virtual time. A seed decides its history.
+    """Run one history of a program: a simulated run in one thread and in virtual time.
 
     :param program: an async function that each rank runs. In this function ``aiocomms.new_comm()`` forms the
         communicator.
     :param ranks: the number of ranks.
-    :param seed: the seed of all random decisions, or the seed's text from the notes of a failed history.
+    :param seed: the seed of all random decisions; or the text of a seed from the notes of a failed history's error.
     :param faults: the faults to inject; None: no faults.
     :param latency: the least and the greatest latency of a message, in seconds.
     :param longest: the virtual seconds that the history may take.
-    :returns: the history.
+    :returns: the record of the history.
     :raises SimulationError: a rank waits without end, makes a call that cannot be simulated, or leaves a communicator
         open.
     :raises ArgumentError: an argument is wrong.
@@ -47,14 +47,15 @@ def explore(
     latency: tuple[float, float] = LATENCY,
     longest: float = LONGEST,
 ) -> int:
-    """Run a program with many seeds until a history fails, and shrink that history to the faults that it needs.
+    """Run a program with many seeds until a history fails, and reduce the faults of this history.
 
-    The search leaves out faults as long as the history fails with the same type of error. Then it halves durations,
-    such as those of pauses. The notes of the error name the seed with which :func:`simulate` repeats that history.
+    A history is one simulated run. The search leaves out faults as long as the history fails with the same type of
+    error. Then the search halves durations, such as those of pauses, in the same way. The notes of the error name the
+    seed with which :func:`simulate` repeats the reduced history.
 
     :param seeds: the seeds, or the number of seeds. The other parameters are those of :func:`simulate`.
-    :returns: the number of histories.
-    :raises Exception: the error of the shrunk history, as :func:`simulate` raises it.
+    :returns: the number of histories, if none has failed.
+    :raises Exception: the error of the reduced history, as :func:`simulate` raises it.
     """
     trial = SimulatedTrial(program, ranks, Faults() if faults is None else faults, latency, longest)
     count, failure = search(trial, read_seeds(seeds))

@@ -1,7 +1,7 @@
 """The event loop of a simulated process: an asyncio loop in virtual time, without descriptors.
 
 Callbacks run in the order of their registration, as asyncio promises. The seed decides when timers, messages and
-threads reach the loop, and so in which order the processes take their turns.
+threads reach the loop. So the seed also decides the order in which the processes run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from aiocomms.testing.simulation.threads import run_in_thread
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
 _MOST_CALLBACKS = 10_000
-"""The most callbacks at one moment of virtual time. After these, time passes even if a task polls by ``sleep(0)``."""
+"""The most callbacks at one moment of virtual time. Then time passes, even if a task polls by ``sleep(0)``."""
 _REFUSED = (
     *("add_reader", "add_signal_handler", "add_writer", "connect_accepted_socket", "connect_read_pipe"),
     *(
@@ -91,7 +91,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return list(self.each_task())
 
     def each_task(self) -> Iterator[SimulatedTask]:
-        """Yield the tasks that have not ended, and then the tasks that are created meanwhile."""
+        """Yield the tasks that have not ended. Also yield tasks that are created during the iteration."""
         return (task for made in self._made if (task := made()) is not None and not task.done())
 
     def report_unseen(self) -> None:

@@ -11,7 +11,7 @@ from aiocomms.testing.simulation.clockwork import Clockwork, Timeline
 
 _PING, _PONG, _END, _RESET, _LOST, _WELCOME = (object() for _ in range(6))
 KEEPALIVE: Final = 5.0
-"""Seconds after which a connection ends if a partition holds up its frames. A pending call keeps trying."""
+"""Seconds after which a connection ends if a partition delays its frames. An attempt to connect does not end."""
 _WORDS: Final = {_END: "goodbye", _RESET: "reset", _WELCOME: "welcome"}
 
 
@@ -46,16 +46,16 @@ class SimulatedConduit:
         self._on_frame: Callable[[Any], object] | None = None
         self._on_end: Callable[[bool], object] = _ignore
         self._answered: Callable[[bool], object] | None = None
-        """The callback for the answer to the call of this end; None if no answer is pending."""
+        """The callback for the answer to this end's attempt to connect; None if no answer is pending."""
         self._kept: list[Any] = []
-        """The deliveries of frames, and perhaps of the end, that arrived before :meth:`hear`."""
+        """The calls that deliver what arrived before :meth:`hear`: frames, and perhaps the end of the connection."""
         self.heard = process.now()
         self.over = False
-        """True if this end does not send or receive any more."""
+        """True if this end no longer sends or receives."""
         self.coming: deque[Any] = deque()
         """The frames on their way to this end."""
         self.cut = False
-        """True if no frame reaches this end any more, even if the end has not noticed that yet."""
+        """True if no frame can reach this end any more, even if this end has not noticed the cut yet."""
         self.last = 0.0
         """The time at which the last frame arrives."""
 
@@ -89,7 +89,7 @@ class SimulatedConduit:
             self.over = True
 
     def arrive(self) -> None:
-        """Take the next frame, if it was not lost on its way."""
+        """Take the next frame, unless the frame was lost in transit."""
         if not self.coming:
             return
         frame = self.coming.popleft()
@@ -107,7 +107,7 @@ class SimulatedConduit:
             self._take(frame)
 
     def call(self, answered: Callable[[bool], object]) -> None:
-        """Make this end the caller of the connection.
+        """Make this end the side that connects.
 
         :param answered: see :meth:`aiocomms.lowlevel.clock.Network.connect`.
         """
@@ -115,7 +115,7 @@ class SimulatedConduit:
 
     @property
     def calling(self) -> bool:
-        """True if this end has called, and has no answer yet."""
+        """True if this end has tried to connect, and has no answer yet."""
         return self._answered is not None
 
     def _answer(self, welcome: bool) -> None:
@@ -157,7 +157,7 @@ class SimulatedNetwork:
         self._least, self._range = latency[0], latency[1] / latency[0]
         self._listeners: dict[bytes, tuple[Timeline, Callable[[clock.Conduit, Any], object]]] = {}
         self._owners: dict[bytes, Timeline] = {}
-        """The process of each address, even if the process does not listen any more."""
+        """The process of each address, even if the process no longer listens."""
         self._conduits: dict[SimulatedConduit, None] = {}
         self._parted: dict[tuple[int, int], float] = {}
         """The time until which no traffic passes from one rank to another, by the pair of ranks."""
@@ -211,7 +211,7 @@ class SimulatedNetwork:
         self._depart(to, self._clockwork.time)
 
     def _depart(self, to: SimulatedConduit, sent: float) -> None:
-        """Schedule the arrival of a frame, or hold the frame up until the end of a partition.
+        """Schedule the arrival of a frame. A partition delays the frame until the partition's end.
 
         :param sent: the time at which the frame was sent.
         """
@@ -238,7 +238,7 @@ class SimulatedNetwork:
             self._clockwork.note(end.process, f"hears {describe(frame)} of {end.other.process}")
 
     def held(self, one: Timeline, other: Timeline) -> float:
-        """Return the seconds for which a partition separates two processes, in either direction."""
+        """Return the remaining seconds of a partition between two processes, in either direction."""
         ways = (one.rank, other.rank), (other.rank, one.rank)
         return max(0.0, *(self._parted.get(way, 0.0) - self._clockwork.time for way in ways))
 
@@ -247,7 +247,7 @@ class SimulatedNetwork:
         return latency
 
     def cut(self, one: SimulatedConduit) -> None:
-        """Cut a connection: frames on their way are lost, and both ends notice a moment later."""
+        """Cut a connection. Frames in transit are lost, and both ends notice the cut a moment later."""
         for end in (one, one.other):
             end.cut = True
             end.coming.clear()

@@ -25,7 +25,7 @@ def line(frame: FrameType) -> str:
 def waits_at(coroutine: Any) -> str:
     """Return the innermost line of the program in a suspended coroutine.
 
-    If no line is the program's, return the innermost line; if there is no line at all, return an empty text.
+    If the coroutine has no line of the program, return the innermost line of any code, or an empty text.
     """
     frames = list(_frames(coroutine))
     own = [frame for frame in frames if of_program(frame)]
@@ -38,7 +38,7 @@ def in_program(coroutine: Any) -> bool:
 
 
 def _frames(coroutine: Any) -> Iterator[FrameType]:
-    """Yield the frames of a coroutine and of all that it awaits, the outermost first."""
+    """Yield the frames of a coroutine and of the coroutines that it awaits, the outermost first."""
     while coroutine is not None:
         below = None
         for kind, awaited in (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await")):

@@ -17,7 +17,7 @@ from aiocomms.testing.simulation.threads import Killed, kill_all, started
 
 _T = TypeVar("_T")
 _MOST_WAITS = 20
-"""The most waits in ``finally`` blocks of one task that the end of a history breaks off."""
+"""The most waits in ``finally`` blocks of one task that are interrupted when a history ends."""
 
 
 class SimulatedWatchdog(deadlines.Watchdog):
@@ -38,7 +38,7 @@ class SimulatedWatchdog(deadlines.Watchdog):
 
     @property
     def leaving(self) -> list[Any]:
-        """The ending threads. There are none, because no thread outlives its calls."""
+        """The ending threads: always none, because the watchdog's thread ends with each call."""
         return []
 
     def wake_by(self, deadline: float) -> None:
@@ -65,7 +65,7 @@ class SimulatedWatchdog(deadlines.Watchdog):
 
 
 class Process(Timeline):
-    """One incarnation of a rank."""
+    """One process of a rank. A restarted rank has a new process."""
 
     def __init__(self, clockwork: Clockwork, rank: int, restarts: int) -> None:
         """Set up the process; :meth:`begin` starts its program.
@@ -144,7 +144,7 @@ class Process(Timeline):
         return f"{self}: {'; '.join(words) or 'no task of it waits'}"
 
     def idle(self, coming: Occurrence) -> bool:
-        """Return whether no task waits for a scheduled call."""
+        """Return True if no task waits for a scheduled call."""
         if self.over:
             return True
         if coming.call != self._punctually:
@@ -156,7 +156,7 @@ class Process(Timeline):
 
     @property
     def error(self) -> BaseException | None:
-        """The error of the program, or the first error that no call has raised; None if there is no error."""
+        """The error of the program, or the first error that was only reported; None if there is no error."""
         main = None if self.exited else self.main
         if main is not None and main.cancelled():
             return SimulationError(f"the program of {self} has cancelled itself")
@@ -168,7 +168,7 @@ class Process(Timeline):
         return None
 
     def notes(self, error: BaseException) -> Iterator[str]:
-        """Yield a note for each error that no call has raised.
+        """Yield a note for each error that was only reported, because no caller could get it.
 
         :param error: the error of the history.
         """
@@ -186,14 +186,17 @@ class Process(Timeline):
         return None if self.dead or self.exited or self.main is None else self.main.result()
 
     def disown(self) -> None:
-        """Take the communicators from the program, so that its ``finally`` blocks have no outside effect."""
+        """Detach the communicators from the program, so that its ``finally`` blocks have no effect outside."""
         kill_all(self)
         for comms in self.state.get("communicators", {}).values():
             for comm in list(comms):
                 comm._disown()
 
     def dispose(self) -> None:
-        """End the rest of the process when the history is over. ``finally`` blocks run now, without outside effect."""
+        """End the tasks and threads of the process when the history is over.
+
+        ``finally`` blocks run without outside effect.
+        """
         self.over = True
         self.disown()
         for task in self.loop.each_task():
@@ -209,7 +212,7 @@ class Process(Timeline):
 def _end(coroutine: Any) -> None:
     """End a coroutine where it waits, and where its ``finally`` blocks wait.
 
-    ``close`` would leave ``finally`` blocks that wait as they are, and the garbage collector would report them.
+    ``close`` would not end ``finally`` blocks that wait, and the garbage collector would report these blocks.
     """
     for _ in range(_MOST_WAITS):
         try:

@@ -36,7 +36,7 @@ _EVENTS: Final = {
 _Function = Callable[..., Any]
 
 _here = threading.local()
-"""The flag of each thread: ``on`` is True while the thread runs a simulated program."""
+"""The flag ``on`` of each thread, which is True while the thread runs a simulated program."""
 _installed: list[bool] = []
 
 
@@ -62,7 +62,7 @@ def watched() -> bool:
 
 @contextmanager
 def calls_audited() -> Iterator[None]:
-    """Refuse the calls that Python itself does not audit. The end of the context restores the functions."""
+    """Refuse, within the context, also the calls for which Python raises no audit event."""
     with ExitStack() as stack:
         for owner, name, replacement in _UNHEARD:
             function = getattr(owner, name)
@@ -72,7 +72,7 @@ def calls_audited() -> Iterator[None]:
 
 
 def _heard(event: str) -> Callable[[_Function], _Function]:
-    """Make a replacement for a function, which audits each call of it."""
+    """Return a decorator that handles each call of a function as an audit event."""
 
     def replacement(function: _Function) -> _Function:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -116,7 +116,7 @@ _UNHEARD: Final[tuple[tuple[Any, str, Callable[[_Function], _Function]], ...]] =
     (threading.Condition, "wait", _wait),  # The waits of events, queues, semaphores and futures call it.
     *(_UNHEARD_BEFORE_3_13 if sys.version_info < (3, 13) else ()),
 )
-"""The replacements for functions that Python does not audit."""
+"""The replacements for functions for which Python raises no audit event."""
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:

@@ -1,4 +1,4 @@
-"""The search for a seed with which a program fails, and for the fewest faults with which it still fails."""
+"""The search for a seed with which a program fails, and for the fewest faults with which the program still fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from aiocomms.testing.simulation.trial import SimulatedTrial
 _HALVINGS: Final = 15
 """The most times that a duration is halved: 20 s become 0.6 ms."""
 _PATIENCE: Final = 1.0
-"""Real seconds after which a failure from pytest may be its timeout. Another run of the history would hang again."""
+"""The most real seconds of a run that is repeated.
+
+After more, a failure may be pytest's timeout of a run that hangs.
+"""
 _FOR_CALLER = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
@@ -27,7 +30,7 @@ class FailedHistory(NamedTuple):
 
 
 def read_seed(seed: int | str) -> tuple[int, dict[int, int] | None]:
-    """Return the number of a seed, and a dict of the kept faults, or None if all faults are kept.
+    """Return the number of a seed, and a dict of the kept faults; None in place of the dict: all faults are kept.
 
     The dict maps the number of each kept fault to how often the fault's duration is halved.
 
@@ -52,7 +55,7 @@ def write_seed(seed: int, chosen: Mapping[int, int]) -> str:
 
 
 def read_seeds(seeds: int | Iterable[int]) -> Iterable[int]:
-    """Return the seeds. If ``seeds`` is an int, it is the number of seeds, which begin at 0.
+    """Return the seeds. An int means this number of seeds, from 0.
 
     :raises ArgumentError: ``seeds`` is neither an int of at least 1 nor an iterable of seeds.
     """
@@ -67,7 +70,7 @@ def read_seeds(seeds: int | Iterable[int]) -> Iterable[int]:
 
 
 def search(trial: SimulatedTrial, seeds: Iterable[int]) -> tuple[int, FailedHistory | None]:
-    """Run histories until one fails. Return the number of passed histories, and the failed history, shrunk, or None.
+    """Run histories until one fails. Return the number of passed histories, and the reduced failed history or None.
 
     :raises ArgumentError: there is no seed.
     """
@@ -83,7 +86,7 @@ def search(trial: SimulatedTrial, seeds: Iterable[int]) -> tuple[int, FailedHist
 
 
 def attempt(trial: SimulatedTrial, seed: int, chosen: Mapping[int, int] | None) -> FailedHistory | None:
-    """Run the history of one seed. If it fails, shrink it, unless the seed already chooses its faults.
+    """Run the history of one seed. If the history fails, reduce its faults, unless the seed already chooses the faults.
 
     :raises ArgumentError: there is no fault with a chosen number.
     """

@@ -1,4 +1,4 @@
-"""The stores where simulated ranks meet: the launcher's store, and stores that ranks serve when it has died."""
+"""The stores through which simulated ranks connect. If the launcher's store dies, a rank serves another store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class StoreService:
     def __init__(self, process: Timeline | None = None) -> None:
         """Begin with an empty store.
 
-        :param process: the process that serves the store. The service ends with it. None: a host without ranks.
+        :param process: the process that serves the store. The service ends with the process. None: the service runs on
+            a host without ranks.
         """
         self.process = process
         self.dead = False
@@ -29,7 +30,7 @@ class StoreService:
 
     @property
     def over(self) -> bool:
-        """True if the service does not answer any more."""
+        """True if the service no longer answers."""
         return self.dead or (self.process is not None and self.process.over)
 
     def perform(self, what: str, args: tuple[Any, ...]) -> Any:
@@ -52,7 +53,7 @@ class SimulatedStore(JobStore):
         self.set_timeout(timedelta(seconds=300))
 
     def reach(self, seconds: float) -> bool:
-        """Block until the service can be reached; return whether it answers within some seconds."""
+        """Block until the service answers; return False if it does not answer within some seconds."""
         there, ends = self._service.process, clock.now() + seconds
         while there is not None and not self._service.over:
             held = self._network.held(self._running(), there)

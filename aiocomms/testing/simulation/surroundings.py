@@ -1,4 +1,4 @@
-"""The surroundings of a simulated program beside its loop: the module ``time``, and the end of async generators."""
+"""The parts of Python that a simulation replaces: the module ``time``, and the end of asynchronous generators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aiocomms.testing.simulation.refusing import watched
 
 @contextmanager
 def outside_the_loop() -> Iterator[None]:
-    """Leave the loop that runs in this thread and its task, and enter both again at the end of the context."""
+    """Run the context outside this thread's running loop and task, and enter both again afterwards."""
     loop = asyncio._get_running_loop()
     task = None if loop is None else asyncio.current_task(loop)
     if loop is not None and task is not None:
@@ -37,8 +37,8 @@ def outside_the_loop() -> Iterator[None]:
 def _generators_end(running: Callable[[], Timeline | None]) -> Iterator[None]:
     """End a forgotten asynchronous generator by a task of its process, as asyncio does.
 
-    A generator of a process that has ended runs no further step: the list ``forgotten`` keeps it until the end. Python
-    calls its finalizer only once.
+    A generator of a process that has ended takes no further step: the list ``forgotten`` keeps the generator until the
+    end. Python calls the finalizer of a generator only once.
 
     :param running: returns the running process, or None.
     """
@@ -67,7 +67,7 @@ def _generators_end(running: Callable[[], Timeline | None]) -> Iterator[None]:
 def _functions_of_time(real: Any, now: Callable[[], float], wall: Callable[[], float]) -> dict[str, Callable[..., Any]]:
     """Return the functions of the module ``time`` that read a clock, by name, in virtual time.
 
-    Clocks of the processor's time are not replaced.
+    Clocks that measure processor time are not replaced.
 
     :param real: the real functions, as attributes.
     """

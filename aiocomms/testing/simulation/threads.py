@@ -1,8 +1,8 @@
-"""The threads of simulated processes: system threads that run one at a time, when the world resumes them.
+"""The threads of simulated processes: system threads. The simulated world resumes one thread at a time.
 
-Blocking code keeps its stack while it waits, so it runs in a simulation unchanged. A thread runs until it waits for a
-:class:`SimulatedEvent`; then the world continues. The thread and the world hand locks to each other on one processor.
-To wake a thread on another processor costs ten times as much (docs/benchmarks/core.md).
+A blocked thread keeps its stack, so blocking code runs in a simulation without changes. A thread runs until it waits
+for a :class:`SimulatedEvent`; then the world continues. The thread and the world wake each other by locks, on one
+processor. A wake-up of a thread on another processor takes ten times as long (docs/benchmarks/core.md).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Runner:
         threading.Thread(target=self._run, name="aiocomms simulated thread", daemon=True).start()
 
     def where(self) -> str:
-        """Return the line that the thread runs."""
+        """Return the line of code that the thread runs."""
         frame = sys._current_frames().get(self._ident)
         return "it has ended" if frame is None else traceback.format_stack(frame, limit=1)[0].strip()
 
@@ -90,7 +90,7 @@ _tids: Final[list[int]] = []
 
 
 def _forget() -> None:
-    """Forget the threads, as a forked child has none of them."""
+    """Forget the threads, because a forked child has none of them."""
     _idle.clear()
     _tids.clear()
 
@@ -199,7 +199,10 @@ def started(timeline: Timeline, target: Callable[[], object]) -> None:
 
 
 async def run_in_thread(timeline: Timeline, call: Callable[[], _T]) -> _T:
-    """Make a blocking call in a thread of a process, and await it on the process's loop. A cancellation abandons it."""
+    """Make a blocking call in a thread of a process, and await its result.
+
+    If the await is cancelled, the call goes on.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
@@ -226,7 +229,7 @@ async def run_in_thread(timeline: Timeline, call: Callable[[], _T]) -> _T:
 
 
 def stay_in_thread() -> None:
-    """Keep the calling simulated thread where it is until :func:`kill_all`. On a loop's thread, return at once."""
+    """Suspend the calling simulated thread until :func:`kill_all`. On a loop's thread, return at once."""
     thread: SimulatedThread | None = getattr(_here, "thread", None)
     if thread is not None:
         thread.park()

@@ -1,4 +1,4 @@
-"""The files of a failed history: the flight recorders of its ranks, and the events in its world."""
+"""The files of a failed history: the ranks' flight recorders (their last operations), and all events."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_trace(world: SimulatedWorld, folder: Path, seed: str, error: BaseExcep
 
 
 def _snapshots(world: SimulatedWorld, process: Process, reason: str) -> Iterator[Snapshot]:
-    """Yield a snapshot of each communicator of a process: at its loss, or else at the end of the process."""
+    """Yield a snapshot of each communicator of a process, at the communicator's loss or at the process's end."""
     records = {record.recorder: record for record in process.state.get(dumps.RECORDS, ())}
     if process.over:
         reason = happenings.DIED if process.dead else "the rank has ended"

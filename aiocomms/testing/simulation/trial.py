@@ -1,4 +1,4 @@
-"""The trial of a program: the arguments that its histories share, and the run of one history."""
+"""The trial of a program: the arguments that all histories (simulated runs) share, and the run of one history."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ LATENCY = (2e-5, 2e-3)
 LONGEST = 86_400.0
 """The virtual seconds that a history may take."""
 Program = Callable[[], Awaitable[Any]]
-"""An async function that each rank runs, as a process of its own would."""
+"""An async function that each rank runs, as if each rank were a process."""
 
 
 @dataclass(frozen=True)
 class History:
     """The record of one run of a program in a simulation.
 
-    :param seed: the seed as text. If faults were left out, the seed has the numbers of the kept faults: ``"7/0,2"``.
+    :param seed: the seed as text. If faults were left out, the text also has the numbers of the kept faults:
+        ``"7/0,2"``.
     :param seconds: the virtual seconds that the history took.
     :param results: the result of the program on each rank; None for a rank that has died.
     :param faults: the faults, as text.
@@ -62,14 +63,14 @@ class SimulatedTrial:
     longest: float = LONGEST
 
     def __str__(self) -> str:
-        """Return the arguments beside the program, without defaults, as a call of :func:`simulate` passes them."""
+        """Return all arguments except the program and the defaults, as text of a call of :func:`simulate`."""
         return changed(self, 1)
 
     def __post_init__(self) -> None:
-        """Check the arguments, and that a simulation may start now.
+        """Check the arguments, and check that a simulation may start now.
 
         :raises ArgumentError: an argument is wrong.
-        :raises SimulationError: this process has open communicators, or a simulation runs already.
+        :raises SimulationError: this process has open communicators, or another simulation runs.
         """
         if not callable(self.program):
             raise ArgumentTypeError(f"program is {self.program!r}, wanted an async function without arguments")
@@ -89,7 +90,10 @@ class SimulatedTrial:
             raise SimulationError("this process has open communicators, wanted none during a simulation: close them")
 
     def plan(self, seed: int) -> list[SimulatedFault]:
-        """Draw the faults of a seed. Without ``within``, the program first runs without faults, to measure its time."""
+        """Draw the faults of a seed.
+
+        If ``within`` is not set, first run the program without faults to measure its time.
+        """
         if not self.faults.any:
             return []
         within = self.faults.within

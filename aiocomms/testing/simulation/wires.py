@@ -1,6 +1,6 @@
-"""The wires of endpoints in a simulated world. The classes have the protocols of :mod:`aiocomms.lowlevel.lines`.
+"""The connections of endpoints in a simulation. The classes have the protocols of :mod:`aiocomms.lowlevel.lines`.
 
-A blocking call blocks a simulated thread by an event of its process.
+A blocking call waits in a simulated thread, for an event of the thread's process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from aiocomms.testing.simulation.network import SimulatedConduit, SimulatedNetwo
 
 
 class Proof(NamedTuple):
-    """The first frame of a call: it proves that the caller belongs to the job."""
+    """The first frame of a connection, which proves that the connecting process belongs to the job."""
 
     key: bytes
 
@@ -43,7 +43,7 @@ class SimulatedLine:
         """Take over a connection, which :meth:`close` closes.
 
         :param host: the host of the other end.
-        :param seconds: the time for all waits on the line, until :meth:`extend`.
+        :param seconds: the time for all waits on the line together, until :meth:`extend` sets a new time.
         """
         self._conduit, self.host = conduit, host
         self._ends = clock.now() + seconds
@@ -197,7 +197,7 @@ class SimulatedWires:
         self._network = network
 
     def find(self, host: str) -> Callable[[ReceptionDriver], SimulatedReception]:
-        """See :meth:`Wires.find`. Any name counts as a name of this host, so that a program runs unchanged."""
+        """See :meth:`Wires.find`. Accept any name as a name of this host, so that a program runs without changes."""
         if not host or _everywhere(host):
             raise ArgumentError(f"host is {host!r}, which is every interface, wanted one address")
         return functools.partial(SimulatedReception, self._network, host)

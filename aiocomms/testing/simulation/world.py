@@ -1,4 +1,4 @@
-"""The world of a simulation: its virtual time, its events and its processes."""
+"""The simulated world of one run: its virtual time, its events and its processes."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ JOB: Final = "job"
 EPOCH: Final = 1_800_000_000.0
 """The time at which a history begins, in seconds since 1970."""
 _STILL: Final = 60.0
-"""Seconds after which ranks that only check whether the others live are stuck. No silence lasts as long."""
+"""Seconds after which ranks are stuck if they only check whether other ranks live. Pauses of ranks are shorter."""
 _START: Final = 1e-3
 """Seconds within which all processes start."""
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide logs and warnings: coroutines that end with a history may log anything, and some have never begun."""
+    """Hide the logs and warnings of coroutines that end because a history ends."""
     before = logging.root.manager.disable
     logging.disable()
     try:
@@ -67,7 +67,7 @@ class SimulatedWorld(Clockwork):
         """The services of stores, by port. The first is the launcher's."""
         self.store = self._store(0)
         self.processes: list[Process] = []
-        """The incarnations of all ranks, in the order of their starts."""
+        """All processes of all ranks, in the order of their starts."""
         self._living = 0
         """The number of processes that have not ended."""
         self.current: Process | None = None
@@ -80,18 +80,18 @@ class SimulatedWorld(Clockwork):
         self._longest = float("inf")
         self._context = copy_context()
         self._broken: BaseException | None = None
-        """The error that has ended the history while the code of a dead process was below it on the stack."""
+        """The error that ended the history while code of a dead process was still on the stack."""
         self._happened = 0.0
         """The time of the last call that did more than check whether other ranks live."""
 
     # ------------------------------------------------------------------------------------- course of the history
 
     def wall_at(self, time: float) -> float:
-        """Convert a time of the world to seconds since 1970."""
+        """Convert a virtual time to seconds since 1970."""
         return EPOCH + time
 
     def lines(self) -> list[str]:
-        """Return the trace as lines of text."""
+        """Return the recorded events as lines of text."""
         return [f"{time:.9f} {who}: {what}" for time, who, what in self.trace]
 
     def run(self, program: Callable[[], Awaitable[Any]], longest: float) -> None:
@@ -106,7 +106,7 @@ class SimulatedWorld(Clockwork):
         self._run_on()
 
     def _run_on(self) -> None:
-        """Make all later calls of the history."""
+        """Make the scheduled calls until the history ends."""
         while self._living and self.failed is None:
             coming = self.next_time
             if coming == float("inf") or (self.time - self._happened > _STILL and self._stands_still()):
@@ -136,7 +136,7 @@ class SimulatedWorld(Clockwork):
             self._happened = self.time
 
     def _stands_still(self) -> bool:
-        """Return whether the ranks only check whether the others live, and will do nothing else."""
+        """Return True if ranks only check whether other ranks live, and will do nothing else."""
         self._happened = self.time  # If not, the next check comes after _STILL seconds.
         paused = any(process.paused_until > self.time for process in self.alive())
         return not paused and all(isinstance(it.timeline, Process) and it.timeline.idle(it) for it in self.to_come)
@@ -174,7 +174,7 @@ class SimulatedWorld(Clockwork):
         return next((process for process in self.alive() if process.rank == rank), None)
 
     def kill(self, rank: int, restart: float | None = None) -> None:
-        """Kill a rank as SIGKILL does: none of its code runs any more, not even a ``finally`` block.
+        """Kill a rank, as SIGKILL does: the rank runs no more code, not even a ``finally`` block.
 
         :param restart: the seconds until the rank restarts; None: it does not restart.
         """
@@ -192,10 +192,10 @@ class SimulatedWorld(Clockwork):
                 self._stay(process)
 
     def _stay(self, process: Process) -> NoReturn:
-        """Keep the running code of a dead process where it is, and end it when the history is over.
+        """Suspend the code of a process that has killed itself, until the history is over.
 
-        The code is on the stack, so the rest of the history runs on top of it. Python's recursion limit allows about
-        80 such kills in one history.
+        This code stays on the stack, so the rest of the history runs in deeper frames. Python's recursion limit allows
+        about 80 such kills in one history.
 
         :raises Killed: the history is over.
         """
@@ -233,7 +233,7 @@ class SimulatedWorld(Clockwork):
         self.network.part(source, target, seconds)
 
     def cut(self, one: int, other: int) -> None:
-        """Cut the connections of two ranks: frames on their way are lost, and both ranks notice."""
+        """Break the connections between two ranks. Frames in transit are lost, and both ranks notice the loss."""
         self._check_ranks(one=one, other=other)
         self.note(f"rank {one}", f"loses its connections with rank {other}")
         self.network.cut_between(one, other)
@@ -250,7 +250,7 @@ class SimulatedWorld(Clockwork):
             raise ArgumentError(f"{' and '.join(ranks)} are {rank}, wanted two ranks")
 
     def lose_store(self) -> None:
-        """Kill the launcher's store permanently."""
+        """End the launcher's store permanently."""
         self.note("the store", "dies")
         self._services[0].dead = True
 
@@ -262,7 +262,7 @@ class SimulatedWorld(Clockwork):
         return "\n".join(f"  {process.waiting()}" for process in self.alive())
 
     def end(self) -> None:
-        """End the rest of the history without any effect outside it."""
+        """End all processes of the history, without any effect outside the simulation."""
         any_task = any(process.loop.tasks() for process in self.processes)
         with _quiet() if any_task else contextlib.nullcontext():
             for process in self.processes:
