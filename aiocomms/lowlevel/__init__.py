@@ -1,33 +1,33 @@
-"""The toolkit for authors of transports, beside ``errors``, ``ops``, ``transport`` and ``cuda``.
+"""The toolkit for authors of transports, besides ``errors``, ``ops``, ``transport`` and ``cuda``.
 
 ======================================= ================================================================================
-to wake the loop from any thread        :class:`Waker`, or :class:`Inbox` with calls for the loop
-to block off the loop                   :func:`run_in_thread`; :func:`call_in_thread`, where nothing can be awaited;
+to wake the loop from any thread        :class:`Waker`; :class:`Inbox`, which also passes calls to the loop
+to make blocking calls off the loop     :func:`run_in_thread`; :func:`call_in_thread`, if the caller cannot await;
                                         :func:`load_libraries`, before an import that loads libraries
-to read the time                        :mod:`clock`: ``clock.now()``, ``clock.wall()``; ``clock.event()``, for a thread
-                                        to wait for; always with the module's name in front
-to find the other ranks                 :func:`host_id`, :func:`reachable_address`, :data:`LOOPBACK`; :func:`listen_at`
-                                        there, and :func:`tune` for the connections with them
-to connect with them                    :class:`Gate`, for sockets of any kind; :func:`same_user` for unix sockets
-to authenticate them in other ways      :func:`mac` and :func:`same`, with a key of :meth:`Rendezvous.secret`;
-                                        :func:`check_exposed` before listening; :data:`MAX_RECORD`
-to leak no descriptor into children     :func:`closed_on_exec`
-to make a buffer                        :mod:`buffers`, in any mode of torch that a program has switched on;
-                                        :func:`unaffected`, for other code that runs off ``post`` and ``progress``
-to use memory safely                    :func:`has_room`
-to move memory safely                   :func:`in_use`; :func:`register`, for a user of memory that is no op
+to read the time                        :mod:`clock`: ``clock.now()``, ``clock.wall()``, ``clock.event()`` for threads;
+                                        always write ``clock.`` in front
+to find the other ranks                 :func:`host_id`, :func:`reachable_address`, :data:`LOOPBACK`
+to connect to the other ranks           :func:`listen_at`; :func:`tune`, for a connection; :class:`Gate`, for sockets
+                                        of any kind; :func:`same_user`, for unix sockets
+to authenticate in other ways           :func:`mac` and :func:`same`, with a key of :meth:`Rendezvous.secret`;
+                                        :func:`check_exposed`, before listening; :data:`MAX_RECORD`
+to pass no descriptor to children       :func:`closed_on_exec`
+to make a buffer                        :mod:`buffers`, whatever torch modes the program has switched on;
+                                        :func:`unaffected`, for other code outside ``post`` and ``progress``
+to check that a tensor fits its memory  :func:`has_room`
+to move memory safely                   :func:`in_use`; :func:`register`, for an object (not an op) that uses memory
 to copy a message within a process      :func:`copy_message`
-to leave no connection to a fork        :class:`Unshared`
-to stop before the interpreter ends     :func:`at_end`
-to tell versions of a protocol apart    :class:`Dialect`, :data:`HEAD_BYTES`; before all other bytes
-to send ranks control messages          :class:`ControlCodec`
+to close connections in a forked child  :class:`Unshared`
+to make a call before Python ends       :func:`at_end`
+to tell versions of a protocol apart    :class:`Dialect` and :data:`HEAD_BYTES`, which precede all other bytes
+to send control messages to ranks       :class:`ControlCodec`
 to use a store                          :func:`serve_store`, :func:`reach_store`, :func:`admitting`,
                                         :func:`store_errors`
-to fail as every transport does         :func:`closed_by`, :func:`gone`, :func:`misfit`, :func:`disagreement`,
+to raise the errors of all transports   :func:`closed_by`, :func:`gone`, :func:`misfit`, :func:`disagreement`,
                                         :class:`Reason`
 ======================================= ================================================================================
 
-Import these from here: the modules behind them may change.
+Import these names from this package, because the modules that define them may change.
 """
 
 from __future__ import annotations

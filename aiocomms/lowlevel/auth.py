@@ -17,7 +17,7 @@ MAX_RECORD: Final = 64 * 1024
 """The largest size in bytes of a rank's record in the store."""
 
 RENDEZVOUS = Dialect("the rendezvous", b"aioR", 3)
-"""The format of the rendezvous: the records that ranks write to a store, and the agreement that these lead to."""
+"""The format of the rendezvous: the records that ranks write to a store, and the rules for these records."""
 
 _TOKEN: Final = "AIOCOMMS_TOKEN"  # noqa: S105 - a variable's name
 _TOKEN_FILE: Final = "AIOCOMMS_TOKEN_FILE"  # noqa: S105
@@ -28,11 +28,11 @@ _MAC: Final = 32
 
 
 def read_token(environ: Mapping[str, str]) -> bytes | None:
-    """Return the job's token from ``AIOCOMMS_TOKEN`` or from the file that ``AIOCOMMS_TOKEN_FILE`` names, or None.
+    """Return the job's token from ``AIOCOMMS_TOKEN``, or from the file that ``AIOCOMMS_TOKEN_FILE`` names; else None.
 
     :param environ: the environment, as ``os.environ``.
-    :raises ArgumentError: both variables are set, the token is too short or too long, or the file cannot be read, or
-        other users can access it.
+    :raises ArgumentError: both variables are set; the token is too short or too long; the file cannot be read; or other
+        users can access the file.
     """
     text, path = environ.get(_TOKEN), environ.get(_TOKEN_FILE)
     if text is not None and path is not None:
@@ -43,7 +43,7 @@ def read_token(environ: Mapping[str, str]) -> bytes | None:
 
 
 def job_token() -> bytes | None:
-    """Return this job's token, or None.
+    """Return this job's token; None if the job has no token.
 
     The token is read only once, because a file on a slow disk would block the event loop.
 
@@ -59,7 +59,7 @@ def _kept(text: str | None, path: str | None) -> bytes | None:
 
 
 def check_exposed(what: str) -> None:
-    """Check that a port for other hosts is protected by a token, or that the operator allows a job without a token.
+    """Check that a token protects a port for other hosts, or that the operator allows a job without a token.
 
     :param what: the beginning of the error's message, which names the port that other hosts could reach.
     :raises ArgumentError: the job has no token, and ``AIOCOMMS_ALLOW_UNAUTHENTICATED`` does not allow that.
@@ -73,19 +73,19 @@ def check_exposed(what: str) -> None:
 
 
 def mac(key: bytes, *parts: bytes | str | int) -> bytes:
-    """Return the HMAC-SHA256 of values and their lengths. So ``"ab", "c"`` and ``"a", "bc"`` give different MACs."""
+    """Return the HMAC-SHA256 of values and of their lengths. So ``"ab", "c"`` and ``"a", "bc"`` give different MACs."""
     encoded = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
     message = b"".join(len(part).to_bytes(8, "big") + part for part in encoded)
     return hmac.digest(key, message, "sha256")
 
 
 def same(a: bytes, b: bytes) -> bool:
-    """Return whether two values are equal, in a time that does not depend on the place where they differ."""
+    """Return whether two values are equal. The time does not depend on the position of the first difference."""
     return hmac.compare_digest(a, b)
 
 
 def claimed(record: bytes) -> bytes:
-    """Return the value of a record in the store, without a check of its writer.
+    """Return the value of a record in the store, without a check of the record's signature.
 
     The record may come from another version.
     """
@@ -105,7 +105,7 @@ class Seal:
     def __init__(self, token: bytes | None, *scope: str | int) -> None:
         """Create the seal of a communicator.
 
-        :param scope: the values that tell this communicator from all others.
+        :param scope: the values that distinguish this communicator from all others.
         """
         self._signs = token is not None
         self._key = mac(token or b"", "aiocomms", *scope)
@@ -173,7 +173,7 @@ def _checked(name: str, token: bytes) -> bytes:
 
 
 def _read_private(path: str) -> bytes:
-    """Return the beginning of a file that is this user's, is closed to all other users, and is no link."""
+    """Return the beginning of a file that only this user can access, and that is not a link."""
     try:
         # With O_NONBLOCK, the opening of a pipe in place of the file does not wait for the other end.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)

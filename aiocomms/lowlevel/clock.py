@@ -1,8 +1,8 @@
 """The clock of a process, and the events for which its threads wait. A simulation replaces both.
 
-Code reads the time as ``clock.now()`` and waits by ``clock.event()``, with the module's name in front, since a
-simulation replaces the functions while it runs. A simulation runs several processes in one, each with its own clock.
-Simulated time passes when all of these processes wait.
+Code reads the time by ``clock.now()`` and waits by ``clock.event()``. The module's name must stand in front, because a
+simulation replaces these functions in the module. A simulation runs several simulated processes in one process, each
+with its own clock. Simulated time passes when all of these processes wait.
 """
 
 from __future__ import annotations
@@ -40,23 +40,28 @@ class Conduit(Protocol):
     """One end of a simulated connection. Frames arrive in the order in which they are sent, or the connection ends."""
 
     heard: float
-    """The time of the other process's last sign of life, by this one's monotonic clock."""
+    """The time of the other process's last sign of life, by the monotonic clock of this process."""
 
     def hear(self, on_frame: Callable[[Any], object], on_end: Callable[[bool], object]) -> None:
         """Start to receive frames, beginning with the frames that have arrived already.
 
-        :param on_frame: called with each frame, on the event loop's thread, even if all tasks of the loop wait.
-        :param on_end: called once when the other end is gone; its argument is true if that end closed the connection.
+        :param on_frame: a function that is called with each frame on the event loop's thread, even if all tasks of the
+            loop wait.
+        :param on_end: a function that is called once when the other end is gone. Its argument is True if the other end
+            closed the connection.
         """
 
     def send(self, frame: Any) -> None:
         """Send an object, which no code may change afterwards. If the connection is over, the object is dropped."""
 
     def ping(self) -> None:
-        """Ask the other process for a sign of life. Its tasks are not involved."""
+        """Ask the other process for a sign of life.
+
+        The answer comes from the connection, not from a task of that process.
+        """
 
     def close(self) -> None:
-        """End the connection once the frames that were already sent have arrived."""
+        """End the connection after all sent frames have arrived."""
 
 
 class Network(Protocol):
@@ -65,7 +70,7 @@ class Network(Protocol):
     def listen(self, arrived: Callable[[Conduit, Any], object]) -> bytes:
         """Accept connections to a new address, and return the address.
 
-        :param arrived: called with each connection, and with the other process's ``hello``.
+        :param arrived: a function that is called with each new connection and the other process's ``hello``.
         """
 
     def unlisten(self, address: bytes) -> None:
@@ -75,13 +80,13 @@ class Network(Protocol):
         """Connect to an address.
 
         :param hello: the first object that the listening process gets.
-        :param answered: called once, with True if the connection was accepted. False means that no process listens
-            there, or that the connection was cut earlier. The connection is then over, and ``on_end`` is not called.
+        :param answered: a function that is called once, with True if the connection was accepted. False means that no
+            process listens there, or that the connection broke before the answer. Then ``on_end`` is not called.
         """
 
 
 class HeldLock(Protocol):
-    """The methods of a held lock. One thread waits for the lock, and another one releases it, once."""
+    """The methods of a held lock. One thread waits for the lock, and another thread releases the lock once."""
 
     def acquire(self, *, timeout: float) -> bool:
         """Wait until the lock is released, for at most ``timeout`` seconds; return whether it was released."""
@@ -109,7 +114,7 @@ class Simulation(Protocol):
         """Make a blocking call in a thread of the process."""
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the process, by name."""
+        """Return a dictionary with the state of the process."""
 
     @property
     def network(self) -> Network:
@@ -140,7 +145,7 @@ class Simulation(Protocol):
         """
 
     def wires(self) -> Wires:
-        """Return the wires by which the process's endpoints communicate before they have a communicator."""
+        """Return the connections of the process's endpoints before they have a communicator; see ``lines.py``."""
 
 
 now: Callable[[], float] = time.monotonic
@@ -150,7 +155,7 @@ wall: Callable[[], float] = time.time
 event: Callable[[], ThreadEvent] = threading.Event
 """Make an event for which threads wait."""
 token_bytes: Callable[[int], bytes] = secrets.token_bytes
-"""Return unguessable random bytes, for values that may change a program's course.
+"""Return random bytes that no other process can guess, for values that may change what a program does.
 
 A simulation with the same seed returns the same bytes.
 """
@@ -161,12 +166,12 @@ _state: dict[str, Any] = {}
 
 
 def state() -> dict[str, Any]:
-    """Return the state of this process, such as its watchdog, by name."""
+    """Return a dictionary with the state of this process, such as its watchdog."""
     return _state if simulation is None else simulation.state()
 
 
 def held_lock() -> HeldLock:
-    """Make a lock that is already held. Its release wakes one thread, once, faster than an event does."""
+    """Make a lock that is already held. Its release wakes one thread, and is faster than an event."""
     if simulation is not None:
         return _EventLock()
     lock = allocate_lock()
@@ -184,7 +189,7 @@ def sleep(seconds: float) -> None:
 
 @contextlib.contextmanager
 def simulated_by(world: Simulation) -> Iterator[None]:
-    """Replace the clock, the events and the threads by those of a simulation within the context."""
+    """Replace the clock, the events and the threads by those of a simulation, within the context."""
     global now, wall, event, token_bytes, simulation
     before = now, wall, event, token_bytes, simulation
     now, wall, event, token_bytes, simulation = world.now, world.wall, world.event, world.token_bytes, world

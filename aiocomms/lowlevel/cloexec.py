@@ -1,4 +1,4 @@
-"""The setting of close-on-exec on descriptors that a library opens without it. Python always sets it (PEP 446)."""
+"""The flag close-on-exec for descriptors of libraries that do not set it. Python always sets the flag (PEP 446)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _KINDS: Final = ("socket:", "pipe:", "anon_inode:")
 
 @contextlib.contextmanager
 def closed_on_exec() -> Iterator[None]:
-    """Set close-on-exec, at the end of the context, on sockets, pipes and epolls that were opened within it.
+    """Set close-on-exec, at the end of the context, on sockets, pipes and epolls that were opened within the context.
 
     The kernel does not tell which thread has opened a descriptor. So the context also changes a descriptor that another
-    thread opens meanwhile to pass it to a child by number. Descriptors that Python passes on to children are safe,
-    because Python makes these inheritable later, in the child.
+    thread opens meanwhile to pass it to a child by number. Descriptors that Python passes to a child are safe, because
+    Python makes them inheritable later, in the child.
     """
     before = _inheritable()
     try:

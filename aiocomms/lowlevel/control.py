@@ -1,8 +1,8 @@
-"""The encoding of control words, which are all messages between ranks beside tensors.
+"""The encoding of control messages: all messages between ranks except tensors.
 
-A control word is a msgspec record, or one of a union of records. It travels as msgpack. If the ranks have not compared
-versions before, the head of the format precedes it. The size of another rank's bytes is bounded, and the decoder checks
-them. The only error about them is :class:`ProtocolError`.
+A control message is a msgspec record, or one of a union of records, and is sent as msgpack. If the ranks have not
+compared versions before, the message begins with the head of its format (:mod:`.versions`). The decoder limits the size
+of a message, and checks its content. Every wrong message raises :class:`ProtocolError`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ _T = TypeVar("_T")
 _UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _LENGTH_BYTES: Final = 4
 LIMIT: Final = 1 << 20
-"""The largest size in bytes of a control word, unless its format sets another limit."""
+"""The largest size in bytes of a control message, unless its format sets another limit."""
 
 
 class ControlCodec(Generic[_T]):
-    """The encoder and decoder of the control words of one format."""
+    """The encoder and decoder of the control messages of one format."""
 
     def __init__(self, kind: Any, what: str, *, dialect: Dialect | None = None, limit: int = LIMIT) -> None:
         """Describe the format.
 
-        :param kind: the type of the format's words, or a union of types.
-        :param what: the name of a word, with which the text of errors begins.
-        :param dialect: the version with which each word begins; None where the ranks have compared versions before.
-        :param limit: the most bytes of a word, without the head.
+        :param kind: the type of the format's messages, or a union of types.
+        :param what: the name of a message, with which the text of errors begins.
+        :param dialect: the format and version with which each message begins; None if the ranks have compared versions
+            before.
+        :param limit: the largest size of a message in bytes, without the head.
         """
         self._what = what
         self._dialect = dialect
@@ -41,30 +42,30 @@ class ControlCodec(Generic[_T]):
         self._decoder = msgspec.msgpack.Decoder(kind)
 
     def encode(self, word: _T) -> bytes:
-        """Return a word as bytes."""
+        """Return a message as bytes."""
         return self._head + self._encoder.encode(word)
 
     def decode(self, data: bytes | bytearray | memoryview, peer: int | None = None) -> _T:
-        """Return the word that :meth:`encode` encoded.
+        """Return the message that :meth:`encode` encoded.
 
-        :param peer: the rank that has sent the word, for the error.
-        :raises ProtocolError: the data are not a word of this format, are too long, or are of another version.
+        :param peer: the rank that has sent the message, for the error.
+        :raises ProtocolError: the data are not a message of this format, are too long, or are of another version.
         """
         return self._decode(self._body(data, peer), peer)
 
     def encode_padded(self, word: _T, size: int) -> bytes:
-        """Return a word as at least ``size`` bytes, for a message whose receiver has to know the size."""
+        """Return a message as at least ``size`` bytes, for a receiver that must know the size."""
         body = self._encoder.encode(word)
         return (self._head + len(body).to_bytes(_LENGTH_BYTES, "little") + body).ljust(size, b"\0")
 
     def decode_padded(self, data: bytes, peer: int | None = None) -> _T:
-        """Return the word that :meth:`encode_padded` encoded; see :meth:`decode`."""
+        """Return the message that :meth:`encode_padded` encoded; see :meth:`decode`."""
         body = self._body(data, peer)
         end = _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")
         return self._decode(body[_LENGTH_BYTES:end], peer)
 
     def unreadable(self, why: object, peer: int | None = None) -> ProtocolError:
-        """Return the error for a word that makes no sense."""
+        """Return the error for a message that cannot be decoded."""
         who = "" if peer is None else f" of rank {peer}"
         return ProtocolError(f"{self._what}{who} makes no sense: {why}", peer=peer)
 

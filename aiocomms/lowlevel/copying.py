@@ -1,4 +1,4 @@
-"""Copies between two tensors of this process: copies of messages, and background copies that yield the processor."""
+"""Copies between two tensors of this process: copies of messages, and background copies of low priority."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from aiocomms.ops.writing import note_copy, write, writing
 
 
 def copy_message(given: Tensor, wanted: Tensor, src: int) -> CommError | None:
-    """Copy a message, which is a tensor of this process, into the buffer of the matching receive.
+    """Copy the tensor of a send of this process into the buffer of the matching receive.
 
     :param given: the sender's tensor.
     :param wanted: the receiver's tensor, which may have another shape.
     :param src: the sender's rank.
-    :returns: the error of the receive, see :func:`misfit`; None if the receive got the message.
+    :returns: the error of the receive, see :func:`misfit`; None if the receive succeeded.
     """
     if given.requires_grad:  # An autograd graph does not reach from one rank to another.
         given = given.detach()
@@ -35,10 +35,10 @@ def copy_message(given: Tensor, wanted: Tensor, src: int) -> CommError | None:
 
 
 class YieldingCopy:
-    """A copier of tensors that yields the processor to all other work. Its copies can be stopped.
+    """A copier of tensors that yields the processor to all other threads and processes. Any thread can stop it.
 
-    A native thread of the lowest priority does the copying. The caller's thread waits without the interpreter's lock.
-    The caller's thread copies tensors that need a conversion, and all tensors if there is no native code.
+    A native thread of the lowest priority copies. Meanwhile the caller's thread waits without the interpreter's lock.
+    The caller's thread itself copies tensors that need a conversion. Without native code, it copies all tensors.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class YieldingCopy:
         self._stopped = False
 
     def stop(self) -> None:
-        """Stop copying. A copy under way ends soon. Any thread may call this."""
+        """Stop copying. A running copy ends soon. Any thread may call this."""
         self._stopped = True
         if self._native is not None:
             self._native.stop()
@@ -72,6 +72,6 @@ class YieldingCopy:
 
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are on the CPU, and equal values have equal bytes in both."""
+    """Return True if two tensors are on the CPU, and equal values have equal bytes in both tensors."""
     on_cpu = one.device.type == other.device.type == "cpu"
     return on_cpu and one.dtype == other.dtype and not (other.is_conj() or other.is_neg())

@@ -1,4 +1,4 @@
-"""The registration of calls for the interpreter's end, after all exit handlers of the program."""
+"""The registration of functions that Python calls at its end, after all exit handlers of the program."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from collections.abc import Callable
 from typing import Any
 
 _register_first: Any = getattr(threading, "_register_atexit", None)
-"""The function that registers a call for the beginning of Python's end, before any exit handler.
+"""Python's function that registers a call for the beginning of Python's end, before any exit handler.
 
-``concurrent.futures`` uses it, too."""
+``concurrent.futures`` uses this function, too.
+"""
 _handlers: Any = atexit
 _calls = contextlib.ExitStack()
 
 
 def at_end(call: Callable[[], object]) -> None:
-    """Call a function once every exit handler of the program has run.
+    """Register a function to be called after every exit handler of the program has run.
 
     The function that was registered last is called first.
 
-    ``atexit`` alone would make the call before the handlers that the program has registered earlier. Such handlers may
-    still send messages and close communicators.
+    ``atexit`` alone would call the function before the handlers that the program has registered earlier. These handlers
+    may still send messages and close communicators.
     """
     _calls.callback(call)
 

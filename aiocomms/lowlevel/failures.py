@@ -1,6 +1,6 @@
 """The errors that every transport raises for the same reasons. One function makes each error, so that texts agree.
 
-The functions for a rank that has closed or died need only the rank. These functions are in ``errors``.
+The errors of a rank that has closed or died need only the rank, so their functions are in ``errors``.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ _TRAVELS: Final = {
 """The errors with which :meth:`aiocomms.transport.Transport.abort` is called, and that the other ranks then raise."""
 
 _OF_OTHERS: Final = (CommAbortedError, PeerDiedError, WorkerError)
-"""The errors whose ``peer`` is the rank at fault. A MismatchError is none of these, as either rank may be at fault."""
+"""The errors whose ``peer`` is the rank at fault.
+
+MismatchError is not among them, because either rank may be at fault.
+"""
 
 
 def is_caused(error: BaseException | None) -> bool:
-    """Return whether another rank has caused the error that ends this rank, as far as this rank knows."""
+    """Return True if this rank knows that another rank has caused the error that ends this rank."""
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_caused, error.exceptions))
     if isinstance(error, CommTimeoutError) and error.late:
@@ -49,7 +52,7 @@ def misfit(
 ) -> MessageTruncatedError | MismatchError | None:
     """Return the error of a receive whose buffer does not fit the message; None if the buffer fits.
 
-    After a :class:`MessageTruncatedError` the buffer begins with the beginning of the message, as much as fits. After a
+    After a :class:`MessageTruncatedError` the buffer holds the first bytes of the message, as many as fit. After a
     :class:`MismatchError` the buffer is unchanged.
 
     :param rank: the sender.
@@ -77,7 +80,7 @@ def disagreement(peer: int, theirs: str, rank: int, mine: str) -> MismatchError:
 
 
 class Reason(msgspec.Struct, array_like=True, frozen=True):
-    """The reason why a rank gives up, in the form that the rank sends to the other ranks.
+    """The reason why a rank ends its communicator, in the form that the rank sends to the other ranks.
 
     A reason is small enough for a control message. The receiver checks it.
     """
@@ -92,7 +95,7 @@ class Reason(msgspec.Struct, array_like=True, frozen=True):
 
     @classmethod
     def of(cls, error: CommError, rank: int) -> Reason:
-        """Return the reason that ``rank`` sends to the other ranks when it gives up with an error."""
+        """Return the reason that ``rank`` sends to the other ranks when an error ends its communicator."""
         name = type(error).__name__
         late: tuple[int, ...] = ()
         peer = error.peer

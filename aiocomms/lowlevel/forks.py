@@ -1,6 +1,6 @@
-"""The handling of forks. A child closes its parent's connections, and keeps the objects of libraries with threads.
+"""The handling of forks. A child closes its parent's connections, and keeps objects of libraries that have threads.
 
-A connection ends when the last process with a descriptor of it closes the descriptor. If a child kept its parent's
+A connection ends when all processes have closed their descriptors of the connection. If a child kept its parent's
 connections, the other ranks would not notice the parent's death.
 """
 
@@ -46,9 +46,9 @@ class Unshared:
         self._records.remove(_packed(address))
 
     def belongs_to(self, owner: object) -> None:
-        """Keep these addresses as long as ``owner`` lives. The owner is the object that uses the connections.
+        """Keep these addresses as long as ``owner`` exists. The owner is the object that uses the connections.
 
-        A child never destroys the owner, because its destructor would wait for threads that only the parent has.
+        A child never destroys the owner, because the destructor would wait for threads that only the parent has.
         """
         self._owner = weakref.ref(owner)
         _of[owner] = self
@@ -64,7 +64,7 @@ class Unshared:
         return len(packed) > 0 and any(packed in record for record in self._records)
 
     def let_go(self) -> None:
-        """Keep the owner alive and release the addresses, in a forked child."""
+        """Keep the owner, and release the addresses, in a forked child."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._owner()))
         self.release()
 

@@ -2,9 +2,9 @@
 
 The rank with the higher number connects. Both sides authenticate by the dialogues of ``handshake.py``.
 
-The gate drops a connection that does not authenticate in time. If there are too many connections, it drops a silent
-one: the oldest connection of the host with most silent connections. So a rank on another host keeps its connection,
-however many connections one stranger opens. The gate drops silent connections before all others.
+The gate drops a connection that does not authenticate in time. If there are too many connections, the gate drops the
+oldest silent connection of the host that has most silent connections. So one host that opens many connections does not
+displace the ranks of other hosts. The gate drops silent connections before all others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from aiocomms.lowlevel.handshake import (
 PATIENCE: Final = 5.0
 """The seconds in which the other end of a new connection must prove that it is a rank."""
 MOST_HALF_OPEN: Final = 128
-"""The largest number of unproved connections at a time, besides one for each rank."""
+"""The largest number of connections without authentication at a time, besides one for each rank."""
 AT_ONCE: Final = 16
 """The largest number of connections that are accepted before the existing connections make progress."""
 
@@ -57,7 +57,7 @@ class HalfOpen:
         """Start the dialogue.
 
         :param peer: the rank to which this rank has connected; None if the other side has connected.
-        :param source: the host that has connected, until its first message arrives; None if this rank has connected.
+        :param source: the host that has connected; None after its first message, or if this rank has connected.
         """
         connection.setblocking(False)
         self.connection: socket.socket = connection
@@ -71,7 +71,7 @@ class HalfOpen:
     def read(self) -> int | None:
         """Read the bytes that have arrived, and continue the dialogue with them.
 
-        :returns: the peer's rank, once the peer has proved it; None before.
+        :returns: the peer's rank; None as long as the peer has not proved it.
         :raises RefusedError: the peer is not a rank of this communicator.
         :raises OSError: the connection is gone.
         """
@@ -93,7 +93,7 @@ class HalfOpen:
 class Entrance:
     """The connections that are not authenticated yet.
 
-    Many connections of one host do not displace those of another host.
+    Many connections of one host do not displace the connections of another host.
     """
 
     dropped: int
@@ -109,15 +109,15 @@ class Entrance:
         # These connections have sent nothing yet, by source.
         self._silent: dict[str, dict[socket.socket, HalfOpen]] = {}
         self.dropped = 0
-        """The number of strangers' connections that were dropped."""
+        """The number of connections that were dropped."""
         self.versions: set[int] = set()
-        """The other versions of the handshake that strangers spoke."""
+        """The other versions of the handshake that dropped connections have used."""
 
     def __len__(self) -> int:
         return len(self._half_open)
 
     def accept(self, listener: socket.socket, dialogue: Callable[[socket.socket], Dialogue]) -> list[Proved]:
-        """Accept some of the waiting connections. The other connections wait, so that the accepted ones make progress.
+        """Accept some of the waiting connections. The others wait, so that the accepted connections make progress.
 
         :returns: the connections that have authenticated already.
         """
@@ -199,7 +199,7 @@ class Entrance:
             self.drop(half)
 
     def close(self) -> None:
-        """Close all connections, and count none as dropped."""
+        """Close all connections, and do not count them as dropped."""
         for half in self._half_open.values():
             half.connection.close()
         self._half_open.clear()
@@ -227,13 +227,13 @@ class Entrance:
 
 
 class Gate:
-    """An opener of one rank's connections, which also authenticates them. It blocks the one thread that uses it."""
+    """An opener of one rank's connections, which also authenticates them. Its methods block the calling thread."""
 
     def __init__(self, rank: int, key: bytes, connectors: Mapping[int, Callable[[], socket.socket]], size: int) -> None:
         """Begin without connections.
 
         :param key: a key that only the ranks of this communicator know, such as a secret of the rendezvous.
-        :param connectors: for every lower rank, a function that connects to it.
+        :param connectors: for every lower rank, a function that connects to that rank.
         """
         self._rank = rank
         self._size = size
@@ -247,7 +247,7 @@ class Gate:
 
     @property
     def dropped(self) -> int:
-        """The number of strangers' connections that were dropped."""
+        """The number of connections that were dropped."""
         return self.entrance.dropped
 
     def run(self, listeners: Sequence[socket.socket], seconds: float) -> dict[int, socket.socket]:
@@ -327,7 +327,7 @@ class Gate:
 
 
 def _source(address: object) -> str:
-    """Return the source of a connection: an IPv4 address or an IPv6 network, as one host may have a whole network."""
+    """Return the source of a connection: an IPv4 address, or an IPv6 network, because a host can have a network."""
     if not isinstance(address, tuple):
         return ""  # A unix socket has no host address, and belongs to this user.
     host = str(address[0]).partition("%")[0]

@@ -1,4 +1,4 @@
-"""The base class of handles on objects of one process, such as a communicator. They are never copied or pickled."""
+"""The base class of handles on objects of one process, such as a communicator. Handles are never copied or pickled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def uncompiled(function: _F) -> _F:
-    """Make ``torch.compile`` call a function uncompiled, between two graphs.
+    """Make ``torch.compile`` call a function without compiling it, between two graphs.
 
     ``torch.compiler.disable`` wraps a function, which costs time in every call. This decorator only marks the function.
     """
@@ -23,7 +23,7 @@ def uncompiled(function: _F) -> _F:
 
 
 def _skip(function: FunctionType) -> None:
-    """Make torch compile no frame of the function or of the functions that it calls."""
+    """Make torch compile neither the function nor the functions that it calls."""
     # An older torch lacks this setting. It looks at each frame, and skips frames that it cannot compile.
     with contextlib.suppress(ImportError):
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -35,7 +35,7 @@ def _skip(function: FunctionType) -> None:
 class Handle:
     """The base class of handles.
 
-    A copy of an object that holds a handle, such as a module copied by ``copy.deepcopy``, holds the same handle.
+    If a program copies an object that has a handle, for example by ``copy.deepcopy``, the copy has the same handle.
     """
 
     __slots__ = ()

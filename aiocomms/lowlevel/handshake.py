@@ -7,9 +7,10 @@ Both sides authenticate before they send anything else:
     connector: a MAC
     acceptor:  the acceptance
 
-A MAC covers both ranks, all nonces so far, and a word that differs for each step. Only the ranks of the communicator
-know its key. So a recorded message of another connection or of the other side proves nothing. The first MAC may be a
-recorded one. It only shows, with the first bytes, that the other side may be a rank.
+A MAC covers both ranks, all nonces so far, and a text that differs for each step. Only the ranks of the communicator
+know the key of the MAC. So a recorded message of another connection or of the other side proves nothing. Only the first
+MAC can be a recorded one, because the acceptor's nonce comes later. The first MAC only shows early that the other side
+may be a rank.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from aiocomms.lowlevel.versions import HEAD_BYTES, Dialect
 
 HANDSHAKE: Final = Dialect("the handshake", b"aioG", 2)
 PROOF_BYTES: Final = 32
-"""The size of a MAC. Only an acceptor that has read the first message waits for exactly this number of bytes."""
+"""The size of a MAC in bytes.
+
+Only an acceptor that has read the first message waits for exactly this number of bytes.
+"""
 
 _NONCE: Final = 16
 _HELLO: Final = struct.Struct(f"!I{_NONCE}s{PROOF_BYTES}s")
@@ -42,7 +46,7 @@ class RefusedError(Exception):
     def __init__(self, version: int | None = None) -> None:
         """Create the error.
 
-        :param version: the version that the other side speaks, if it is not this rank's version.
+        :param version: the version of the other side, if the version differs from this rank's version.
         """
         super().__init__()
         self.version = version
@@ -54,7 +58,7 @@ def connector_dialogue(connection: socket.socket, key: bytes, rank: int, peer: i
     :param key: the key that only ranks of this communicator know.
     :param peer: the rank that accepts, or the name of a server.
     :raises AuthError: the other side does not prove that it is ``peer``.
-    :raises ProtocolError: the other side speaks another version, or another protocol.
+    :raises ProtocolError: the other side uses another version, or another protocol.
     :raises RefusedError: the other side does not accept this rank.
     """
     who, number = (f"rank {peer}", peer) if isinstance(peer, int) else (peer, None)

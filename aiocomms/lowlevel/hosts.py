@@ -1,4 +1,4 @@
-"""The identifiers of hosts and processes, and the address at which other hosts reach this one."""
+"""The identifiers of hosts and processes, and the address at which other hosts reach this host."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _SIOCGIFADDR: Final = 0x8915
 def host_id(*namespaces: str) -> str:
     """Return an identifier of this host, and of this process's namespaces on it.
 
-    :param namespaces: kinds of namespaces, such as ``"net"``: ranks with the same identifier then share a loopback.
+    :param namespaces: kinds of namespaces that the identifier includes. With ``"net"``, ranks with the same identifier
+        share a loopback interface.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return "/".join((boot, *(str(Path(f"/proc/self/ns/{name}").stat().st_ino) for name in namespaces)))
@@ -38,7 +39,8 @@ def host_id(*namespaces: str) -> str:
 def this_process() -> tuple[str, int]:
     """Return the identifier of this process's host and pid namespace, and the process's number there.
 
-    Processes with the same identifier can map each other's memory. In a simulation no process can, and the number is 0.
+    Processes with the same identifier can map each other's memory. In a simulation, each rank has its own identifier,
+    and the number is 0.
     """
     if clock.simulation is not None:
         return clock.simulation.host(), 0
@@ -46,7 +48,7 @@ def this_process() -> tuple[str, int]:
 
 
 def process_number(pid: int) -> int:
-    """Return a number that differs from those of later processes with the same pid; 0 if no process has the pid."""
+    """Return a number that differs for later processes with the same pid; 0 if no process has the pid."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except OSError:
@@ -59,7 +61,7 @@ def process_descriptor(number: int) -> int | None:
     """Return a descriptor that becomes readable when a process of this pid namespace ends; see ``pidfd_open(2)``.
 
     :param number: the process's number, see :func:`process_number`.
-    :returns: the descriptor; None if the kernel gives none, or ``number`` is 0.
+    :returns: the descriptor; None if the kernel gives no descriptor, or ``number`` is 0.
     :raises ProcessLookupError: the process has ended. Another process may have its pid now.
     """
     pid = number % (1 << _PID_BITS)
@@ -88,13 +90,13 @@ def _ended(fd: int) -> bool:
 def reachable_address(names: Iterable[str], store: Store | None) -> str:
     """Return the address at which ranks on other hosts reach this host; never a wildcard.
 
-    This is the address of the interface that ``AIOCOMMS_IFACE`` names. If that variable is not set, it is the address
-    on the route to the store, to ``MASTER_ADDR``, or to another rank's host.
+    This is the address of the network interface that ``AIOCOMMS_IFACE`` names. If that variable is not set, this is the
+    address of the interface that leads to the store, to ``MASTER_ADDR``, or to another rank's host.
 
     :param names: the names or addresses of the hosts on which other ranks run.
     :param store: the store at which the ranks met. All ranks can reach the store's host.
-    :raises ArgumentError: no such address is found, or the job has no token, so that no port may be open to other
-        hosts.
+    :raises ArgumentError: no such address is found, or the job has no token. Without a token, no port may be open to
+        other hosts.
     """
     if clock.simulation is not None:
         return clock.simulation.host()

@@ -1,4 +1,4 @@
-"""The client of a job's store: direct in the server's process, over an authenticated connection in the others."""
+"""The client of a job's store: direct in the server's process, over an authenticated connection in other processes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from aiocomms.lowlevel.storeserver import LENGTH, LONGEST, OUTAGE, SERVER, Store
 
 _FIRST_PAUSE: Final = 0.0005
 _LONGEST_PAUSE: Final = 0.05
-"""The longest pause in seconds between two queries for a key that is not there yet."""
+"""The longest pause in seconds between two queries for a key that was not set yet."""
 
 
 class JobStore(Store):
     """A ``torch.distributed.Store`` over the server of this process, or over a connection to another process's server.
 
-    torch's wrappers (``PrefixStore``) hold no reference to this object, so the user of a wrapper must keep a reference
-    to this object. When no reference is left, the store releases the server, or closes the connection.
+    torch's wrappers (``PrefixStore``) hold no reference to this object, so the user of a wrapper must keep one. When no
+    reference is left, the store releases the server, or closes the connection.
     """
 
     host: str
@@ -38,7 +38,7 @@ class JobStore(Store):
     def __init__(self, host: str, port: int, made_of: StoreServer | socket.socket, timeout: float) -> None:
         """Create the store.
 
-        :param made_of: the server, which this store then uses; or an authenticated connection.
+        :param made_of: the server of this process, or an authenticated connection to another process's server.
         :param timeout: the seconds for which a call waits for an answer or a key.
         """
         self._server = made_of if isinstance(made_of, StoreServer) else None
@@ -62,7 +62,10 @@ class JobStore(Store):
         return self._server is not None and self._server.is_there
 
     def listening(self) -> contextlib.ExitStack:
-        """Enter :meth:`admitting`, and return the stack that exits it. The entry and the exit block."""
+        """Enter :meth:`admitting`, and return the stack that exits :meth:`admitting`.
+
+        Both the entry and the exit block.
+        """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.admitting())
             return stack.pop_all()
@@ -137,7 +140,7 @@ class JobStore(Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """See ``torch.distributed.Store.wait``.
 
-        :raises DistStoreError: some key was not set in time.
+        :raises DistStoreError: a key was not set in time.
         """
         patience = (self.timeout if timeout is None else timeout).total_seconds()
         ends, pause = clock.now() + patience, _FIRST_PAUSE

@@ -1,6 +1,6 @@
-"""The wires of endpoints: by sockets (``wires.py``), or by a simulation.
+"""The connections by which endpoints call each other: over sockets (``wires.py``), or in a simulation.
 
-A process listens, and others call it. A call results in a line, on which the two processes exchange messages.
+A process listens, and other processes call it. Each call opens a line: a connection for messages of two processes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ CALLER: Final = 0
 class EndpointLine(Protocol):
     """A connection to another endpoint, for one message at a time. Its methods block.
 
-    A line from :meth:`LineCall.run` has the deadline of that call. A line that a :class:`Reception` accepts
-    needs a deadline first: call :meth:`extend`.
+    A line from :meth:`LineCall.run` has the deadline of that call. For a line that a :class:`Reception` accepts, first
+    call :meth:`extend`, which sets a deadline.
     """
 
     host: str
@@ -37,21 +37,21 @@ class EndpointLine(Protocol):
 
         :raises PeerDiedError: the other endpoint is gone, and all its messages were received.
         :raises CommTimeoutError: the line's deadline has passed.
-        :raises ProtocolError: the message makes no sense.
+        :raises ProtocolError: the message cannot be decoded.
         """
 
     def extend(self, seconds: float) -> None:
         """Set the deadline of further messages to ``seconds`` from now."""
 
     def close(self) -> None:
-        """Close the line. Safe on any thread. A thread that waits for a message gets :class:`PeerDiedError`.
+        """Close the line. Any thread may call this. A thread that waits for a message gets :class:`PeerDiedError`.
 
         Idempotent.
         """
 
 
 class LineCall(Protocol):
-    """A call of an endpoint."""
+    """A call of another endpoint, to open a line."""
 
     def run(self) -> EndpointLine:
         """Connect, and prove that this process belongs to the job.
@@ -64,11 +64,14 @@ class LineCall(Protocol):
         """
 
     def hang_up(self) -> None:
-        """End the call and its line, and wake threads that wait for either. Safe on any thread. Idempotent."""
+        """End the call and its line, and wake threads that wait for the call or the line.
+
+        Safe on any thread. Idempotent.
+        """
 
 
 class ReceptionDriver(Protocol):
-    """The methods of :class:`aiocomms.progress.driver.LoopDriver` that serve a reception."""
+    """The methods of :class:`aiocomms.progress.driver.LoopDriver` that a reception uses."""
 
     def attach(self, transport: Any) -> None:
         """Serve an :class:`aiocomms.progress.driver.Served` object from now on."""
@@ -93,7 +96,7 @@ class Reception(Protocol):
     def open(self, key: bytes, let_in: Callable[[EndpointLine], object]) -> None:
         """Accept calls from now on.
 
-        :param key: a key that only processes of the job know, if the job has a token.
+        :param key: a key. If the job has a token, only processes of the job know the key.
         :param let_in: a function that gets the line of each authenticated call, on the event loop's thread.
         """
 
@@ -102,10 +105,10 @@ class Reception(Protocol):
 
 
 class Wires(Protocol):
-    """A factory of receptions and calls."""
+    """A factory of receptions (listeners) and calls."""
 
     def find(self, host: str) -> Callable[[ReceptionDriver], Reception]:
-        """Find the address at which an endpoint listens. Blocks, because it looks the name up.
+        """Find the address at which an endpoint listens. Blocks, because a name may need a lookup.
 
         :param host: a name or an address of this host.
         :returns: a function that listens there, on a free port, and does not block. It raises an ArgumentError if
@@ -118,7 +121,7 @@ class Wires(Protocol):
         """Begin a call. Does not block.
 
         :param key: the key with which the reception was opened.
-        :param seconds: the time for the call, including the messages on its line.
+        :param seconds: the time for the call and for all messages on its line together.
         :param name: the endpoint's name, for errors.
         :raises CommError: the process has no file descriptor left for the call.
         """

@@ -1,7 +1,8 @@
-"""The memory in use: the tensors that ops and windows of all communicators of this process hold.
+"""The memory in use: the tensors of pending ops and open windows of all communicators of this process.
 
 Code that moves a tensor's memory calls :func:`in_use` first, because another communicator, on another thread, may have
-given the address to the network. The start of an op records nothing. The rare call of :func:`in_use` asks all holders.
+given the address to the network. The start of an op records nothing: only the rare call of :func:`in_use` asks all
+holders.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from aiocomms.lowlevel.threads import copied
 
 
 class Holder(Protocol):
-    """A user of tensors' memory, which may have stored the address of that memory."""
+    """An object that uses tensors, and may have stored the addresses of their memory."""
 
     def held(self) -> Iterable[Tensor]:
         """Return the tensors whose memory is in use now. Any thread may call this."""
@@ -26,12 +27,15 @@ _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
 
 
 def register(holder: Holder) -> None:
-    """Make :func:`in_use` ask a holder, for as long as the holder lives."""
+    """Make :func:`in_use` ask a holder, as long as the holder exists."""
     _holders.add(holder)
 
 
 def has_room(tensor: Tensor) -> bool:
-    """Return whether a contiguous tensor still fits its storage, which a program may have resized since the call."""
+    """Return whether a contiguous tensor still fits its storage.
+
+    A program may have resized the storage since the call.
+    """
     end = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
     return not tensor.numel() or tensor.untyped_storage().nbytes() >= end
 

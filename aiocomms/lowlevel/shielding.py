@@ -1,4 +1,4 @@
-"""The await of a call to its end, however often the task is cancelled."""
+"""The await of a call until the call ends, even if the task is cancelled."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _T = TypeVar("_T")
 
 
 async def shielded(call: Callable[[], Awaitable[_T]]) -> _T:
-    """Await a call to its end, even if the task is cancelled. The cancellation is raised after the call has ended.
+    """Await a call until the call ends, even if the task is cancelled. The cancellation is raised afterwards.
 
-    A shielded scope of anyio protects from other scopes, but not from asyncio's own ``cancel()``. A task group waits
-    for its tasks also after such a ``cancel()``. The cancellation of an outer scope is raised at the next await.
+    A shielded scope of anyio does not protect a task from asyncio's own ``cancel()``. So the call runs in a task group,
+    which waits for its tasks even after a ``cancel()``. The cancellation of an outer scope is raised at the next await.
 
     :returns: the result of the call.
     """

@@ -8,7 +8,7 @@ import socket
 def listen_at(address: str, backlog: int = socket.SOMAXCONN, *, port: int = 0) -> socket.socket:
     """Return a listener at one address of this host, IPv4 or IPv6.
 
-    :param port: the port; 0: one that the kernel chooses.
+    :param port: the port; 0: the kernel chooses a free port.
     :raises OSError: ``address`` is not an address of this host, or the port is in use.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -16,9 +16,9 @@ def listen_at(address: str, backlog: int = socket.SOMAXCONN, *, port: int = 0) -
 
 
 def tune(connection: socket.socket, seconds: int = 5) -> socket.socket:
-    """Set up a connection to send data at once, and to end if the other host is gone.
+    """Make a connection send data at once, and end if the other host is gone.
 
-    :param seconds: the seconds without an answer after which the other host counts as gone, at least 5.
+    :param seconds: the seconds without an answer after which the other host is treated as gone, at least 5.
     :returns: the connection. A unix socket stays unchanged.
     """
     if connection.family != socket.AF_UNIX:
@@ -34,7 +34,7 @@ def tune(connection: socket.socket, seconds: int = 5) -> socket.socket:
 def read_exactly(connection: socket.socket, count: int) -> bytes:
     """Wait for ``count`` bytes of a blocking connection.
 
-    :raises OSError: the connection ended before, or its timeout has passed.
+    :raises OSError: the connection ended before the last byte, or its timeout has passed.
     """
     data = bytearray()
     while len(data) < count:

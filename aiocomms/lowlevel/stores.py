@@ -1,4 +1,7 @@
-"""The opening of a job's store, and the errors of ``torch.distributed`` stores. All but :func:`admitting` block."""
+"""Functions that open a job's store, and the errors of ``torch.distributed`` stores.
+
+All but :func:`admitting` block.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from aiocomms.lowlevel.threads import run_in_thread
 
 @contextlib.contextmanager
 def store_errors(what: str = "the rendezvous store is lost", *, rank: int | None = None) -> Iterator[None]:
-    """Raise a :class:`StoreLostError` in place of the errors of torch's stores.
+    """Raise :class:`StoreLostError` in place of an error of torch's stores.
 
     Use it as a context manager or decorator.
 
@@ -52,7 +55,8 @@ def new_server(listener: socket.socket) -> StoreServer:
 def enter(connection: socket.socket, host: str, port: int, rank: int, timeout: float) -> JobStore:
     """Return the store at the other end of a connection.
 
-    :param connection: the connection, which the store then owns, or which is closed on an error.
+    :param connection: the connection, which the store closes at its end. If this function raises an error, it closes
+        the connection.
     :raises AuthError: the server has another token.
     :raises ProtocolError: the server is a store of another version, or no store of a job at all.
     :raises OSError: the server does not answer.
@@ -65,7 +69,7 @@ def serve_store(host: str, timeout: float) -> tuple[JobStore, int]:
 
     :param host: the address.
     :param timeout: the store's default timeout, in seconds.
-    :returns: the store, which is served as long as it lives, and its port.
+    :returns: the store and its port. The server runs as long as the store object exists.
     :raises OSError: the host is not an address of this machine.
     :raises CommError: there is no descriptor or no thread for the server.
     """
@@ -94,7 +98,7 @@ def reach_store(host: str, port: int, rank: int, timeout: float) -> JobStore:
 
 @contextlib.asynccontextmanager
 async def admitting(store: Store | None) -> AsyncIterator[None]:
-    """Admit ranks to a store while they form a communicator.
+    """Let ranks connect to a store while they form a communicator.
 
     If this process serves the store, the store stops listening when the last such context ends.
     """

@@ -1,7 +1,8 @@
-"""The server of a job's store. It accepts connections only from ranks, and only while they form a communicator.
+"""The server of a job's store, which accepts connections only from ranks, and only while they form a communicator.
 
-torch's ``TCPStore`` answers every connection, keeps every connection and every value, and listens until it ends. This
-server offers a ``HashStore`` of torch to connections that have authenticated (:mod:`aiocomms.lowlevel.gate`).
+torch's ``TCPStore`` answers every connection, keeps every connection and every value, and listens until the store ends.
+This server gives access to a ``HashStore`` of torch only to connections that have authenticated
+(:mod:`aiocomms.lowlevel.gate`).
 """
 
 from __future__ import annotations
@@ -38,9 +39,12 @@ SERVER: Final = "the store"
 LENGTH: Final = struct.Struct("!I")
 """The length that precedes each request and answer."""
 OUTAGE: Final = 120
-"""The seconds for which a rank's host may not answer. Then the connection ends for good, but no rank counts as dead."""
+"""The seconds without an answer of a rank's host, after which the connection ends. The rank does not count as dead."""
 LONGEST: Final = 16 * MAX_RECORD
-"""The largest size in bytes of a request. It is larger than any record, and bounds the memory of unread requests."""
+"""The largest size in bytes of a request.
+
+The limit is larger than any record, and bounds the memory of unread requests.
+"""
 
 _RANKS: Final = range(2**20)
 _PIECE: Final = 2**16
@@ -55,7 +59,7 @@ _servers: WeakSet[StoreServer] = WeakSet()
 
 
 def perform(kept: HashStore, what: str, args: Sequence[Any]) -> Any:
-    """Carry out a rank's request to the store. This never waits.
+    """Execute a rank's request to the store. This function never waits.
 
     :raises ValueError: there is no such request.
     """
@@ -79,7 +83,7 @@ def perform(kept: HashStore, what: str, args: Sequence[Any]) -> Any:
 
 
 class _Line:
-    """The connection to a rank, with the received part of its next request and its unsent answers."""
+    """The connection to a rank, with the received part of the rank's next request, and the unsent answers."""
 
     __slots__ = ("answers", "connection", "request")
 
@@ -92,8 +96,8 @@ class _Line:
 class StoreServer:
     """The server of a store for the ranks of a job, on a separate thread.
 
-    The port is open while ranks form a communicator over the store. The thread ends when this process does not use the
-    store and no rank is connected. Another rank may need the store for longer than this rank.
+    The port is open while ranks form a communicator over the store. The thread ends when this process no longer uses
+    the store and no rank is connected, because other ranks may need the store for longer.
     """
 
     address: tuple[str, int]
@@ -104,8 +108,8 @@ class StoreServer:
 
         :param listener: the listener, which the server then owns.
         :param key: the key that only the ranks of the job know, if the job has a token.
-        :param guarded: whether the job has no token. Then the server accepts only processes of this system user, as far
-            as the kernel tells their user.
+        :param guarded: True if the job has no token. Then the server accepts only processes of this system user, if the
+            kernel tells the user of a process.
         :raises CommError: there is no descriptor or no thread for the server.
         """
         self.kept: HashStore = HashStore()
@@ -150,7 +154,10 @@ class StoreServer:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Let ranks connect within the context. The end of the last context closes the port. Ranks stay connected."""
+        """Let ranks connect within the context.
+
+        The end of the last context closes the port, but not the connections.
+        """
         self._call(self._begin_to_listen)
         try:
             yield
@@ -163,11 +170,11 @@ class StoreServer:
         return not self._ended
 
     def disown(self) -> None:
-        """Mark the server as ended in a forked child, which lacks the server's thread."""
+        """Mark the server as ended in a forked child, because the child has no copy of the server's thread."""
         self._ended, self._lock = True, threading.RLock()
 
     def _call(self, call: Callable[[], None]) -> bool:
-        """Make a call on the server's thread; return whether that thread still runs."""
+        """Make a call on the server's thread. Return False if that thread has ended."""
         if threading.current_thread() is self._thread:
             call()
             return not self._ended
@@ -314,7 +321,7 @@ class StoreServer:
             self._drop(line)
 
     def _answer(self, line: _Line) -> None:
-        """Answer each request that has arrived completely."""
+        """Answer all requests that have arrived completely."""
         while len(line.request) >= LENGTH.size:
             (length,) = LENGTH.unpack_from(line.request)
             if length > LONGEST:

@@ -1,4 +1,4 @@
-"""Blocking calls off the event loop, and copies of containers that other threads may change."""
+"""Blocking calls in threads, so that the event loop runs on; and copies of containers that other threads may change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aiocomms.lowlevel.waker import Waker
 
 _T = TypeVar("_T")
 _AT_END = 1.0
-"""The seconds for which the interpreter's end waits for calls that are under way."""
+"""The seconds for which the end of the interpreter waits for running calls."""
 
 _under_way: set[_thread.LockType] = set()
 
@@ -25,14 +25,14 @@ _under_way: set[_thread.LockType] = set()
 async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
     """Run a blocking call in a separate daemon thread.
 
-    If the wait is cancelled, the thread goes on, and its result or error is dropped. Some calls return long after their
-    timeout, such as calls of a store whose server has stopped. The loop and the interpreter's exit must not wait for
-    such calls.
+    If the await is cancelled, the thread goes on, and its result or error is dropped. Some calls return long after
+    their timeout: for example, calls of a store whose server has stopped. The loop does not wait for such calls, and
+    the interpreter's exit waits for at most 1 s.
 
     :param call: a function without arguments. Its result is returned, and its error raised.
-    :param anyhow: True if the call releases resources and so must run: in this thread, if no other thread can be
-        started.
-    :raises CommError: no thread can be started, or there is no descriptor for the wait.
+    :param anyhow: True if the call must run, for example because it releases resources. If no thread can be started,
+        the call then runs in this thread.
+    :raises CommError: no thread can be started, or no descriptor is left for the wait.
     """
     call = _apart(call, anyio.get_cancelled_exc_class())
     if clock.simulation is not None:
@@ -93,7 +93,7 @@ def _concluded(outcome: list[Any]) -> Any:
 
 
 def call_in_thread(call: Callable[[], object], then: Callable[[Exception | None], object]) -> None:
-    """Make a blocking call in a daemon thread, or in this thread if no other can be started.
+    """Make a blocking call in a daemon thread, or in this thread if no other thread can be started.
 
     :param then: a function that the thread calls afterwards, with the call's error or None.
     """
@@ -115,8 +115,8 @@ def call_in_thread(call: Callable[[], object], then: Callable[[Exception | None]
 def start_awaited(target: Callable[[], None]) -> None:
     """Start a daemon thread, for which the interpreter's exit waits up to 1 s. The caller continues at once.
 
-    ``threading.Thread.start`` waits until the thread runs. On busy cores that blocks the event loop for some
-    milliseconds. The method also takes a lock, which may be held by code that a signal has interrupted.
+    ``threading.Thread.start`` waits until the thread runs. On busy cores this wait blocks the event loop for some
+    milliseconds. The method also takes a lock. Code that a signal has interrupted may hold this lock.
 
     :raises RuntimeError: no thread can be started.
     """
@@ -127,7 +127,7 @@ def start_awaited(target: Callable[[], None]) -> None:
 
 
 def _start(target: Callable[[], None], refused: list[RuntimeError]) -> threading.Thread:
-    """Start such a thread as one that can be joined. A second thread, not the caller, waits until the thread runs.
+    """Start a daemon thread that can be joined. A second thread, not the caller, waits until this thread runs.
 
     :param refused: a list that gets the error if the thread cannot be started. ``target`` is called even then.
     :raises RuntimeError: the second thread cannot be started.
@@ -152,10 +152,10 @@ def _start(target: Callable[[], None], refused: list[RuntimeError]) -> threading
 
 
 def _awaited(start: Callable[[Callable[[], None]], _T], target: Callable[[], None]) -> _T:
-    """Start a daemon thread for which the interpreter's end waits a moment.
+    """Start a daemon thread. The end of the interpreter waits up to 1 s for the thread.
 
     Before Python 3.14, the ending interpreter unwinds a thread that returns from C++. C++ code that cannot be unwound
-    then ends the process by SIGABRT. Most calls return soon after they were abandoned.
+    then ends the process by SIGABRT. Most abandoned calls return soon, so a short wait is enough.
 
     :param start: a function that starts a thread for the given function. Its result is returned, and its error raised.
     """

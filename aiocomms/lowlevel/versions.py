@@ -1,7 +1,7 @@
-"""The head of all bytes that ranks send each other. It holds the format and its version.
+"""The head of all bytes that ranks send each other: the format, and the version of the format.
 
-The receiver checks the head before it decodes other bytes. So it can tell a rank of another version from nonsense, and
-the error names both versions, even if the rest of the format differs.
+The receiver checks the head before it decodes other bytes. So the receiver can distinguish a rank of another version
+from random bytes. The error names both versions, even if the rest of the format differs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Dialect(NamedTuple):
     what: str
     """The name of the protocol that has the format, such as ``"the ucx transport"``."""
     magic: bytes
-    """The four bytes that tell this format from others."""
+    """The four bytes that distinguish this format from other formats."""
     version: int
 
     @property
@@ -29,17 +29,17 @@ class Dialect(NamedTuple):
         return _HEAD.pack(self.magic, self.version)
 
     def other_version(self, data: bytes) -> int | None:
-        """Return the version of ``data`` if the data are of this format, but of another version; else None."""
+        """Return the version of ``data`` if the data have this format, but another version; else None."""
         if len(data) < HEAD_BYTES:
             return None
         magic, version = _HEAD.unpack_from(data)
         return version if magic == self.magic and version != self.version else None
 
     def check(self, data: bytes, who: str, peer: int | None = None) -> bytes:
-        """Check the head, and return the bytes behind it.
+        """Check the head, and return the bytes after the head.
 
         :param who: the name of the sender, with which an error's message begins.
-        :raises ProtocolError: the data are of another version, or of another format.
+        :raises ProtocolError: the data have another version, or another format.
         """
         other = self.other_version(data)
         if other is not None:

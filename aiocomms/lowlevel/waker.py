@@ -1,4 +1,4 @@
-"""The waker, by which other threads wake an event loop, and the inbox of calls that they leave for the loop."""
+"""The waker, by which other threads wake an event loop, and the inbox, by which they pass calls to the loop."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 class Waker:
     """A file descriptor that becomes readable when some thread calls :meth:`wake`.
 
-    The caller stores the work elsewhere, such as in a ``deque``. The descriptor only tells the event loop to look for
-    work. All calls between two calls of :meth:`clear` cause one write, so a burst of completions costs one system call.
+    The calling thread stores its data elsewhere, such as in a ``deque``. The descriptor only tells the event loop to
+    look there. All calls between two calls of :meth:`clear` cause one write, so a burst of completions costs one system
+    call.
     """
 
     __slots__ = ("_fd", "_lock", "_set")
@@ -26,7 +27,7 @@ class Waker:
         self._lock = threading.RLock()
 
     def fileno(self) -> int:
-        """Return the descriptor to wait on; -1 once the waker is closed."""
+        """Return the descriptor to wait for; -1 after the waker is closed."""
         return self._fd
 
     def wake(self) -> None:
@@ -37,7 +38,10 @@ class Waker:
                 os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
-        """Make the descriptor unreadable. Call this before you look for work, never after."""
+        """Make the descriptor unreadable.
+
+        Call this before you look for data. A call afterwards could lose a wake-up.
+        """
         if self._set:
             with self._lock:
                 if self._set and self._fd >= 0:

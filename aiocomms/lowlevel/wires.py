@@ -1,6 +1,7 @@
-"""The wires of endpoints over sockets, which a running simulation replaces by its own.
+"""The connections of endpoints over sockets. A simulation uses other classes.
 
-The reception listens on the loop's thread, and accepts processes that prove to belong to the job.
+The reception (the listener) runs on the loop's thread, and accepts only processes that prove that they belong to the
+job.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from aiocomms.transport import Capabilities
 
 _BACKLOG: Final = 1024
 _PAUSE: Final = 0.05
-"""The seconds before another attempt to accept connections, if there is no descriptor for them."""
+"""The seconds before another attempt to accept connections, if no descriptor was left for them."""
 _MOST: Final = 2 * MAX_RECORD
 
 Here = tuple[int, tuple[str, int]]
-"""A family of addresses, and an address of this host with port 0."""
+"""A family of addresses, and an address of this host with the port 0."""
 
 
 class SocketLine:
@@ -45,7 +46,7 @@ class SocketLine:
     def __init__(self, connection: socket.socket, seconds: float = 0) -> None:
         """Take over an authenticated connection.
 
-        :param seconds: the time that the line has.
+        :param seconds: the time for all calls of the line together.
         :raises OSError: the other endpoint is gone.
         """
         self._connection = tune(connection)
@@ -115,7 +116,7 @@ class SocketCall:
 
 
 class SocketReception:
-    """The service of one listener. The event loop watches one descriptor for all its connections, and does not poll."""
+    """The listener of one endpoint. The event loop watches one descriptor for all connections, and does not poll."""
 
     host: str
     port: int
@@ -125,7 +126,7 @@ class SocketReception:
     def __init__(self, host: str, here: Here, driver: ReceptionDriver) -> None:
         """Listen on a free port.
 
-        :param here: the address, as :meth:`SocketWires.find` has found it.
+        :param here: the address that :meth:`SocketWires.find` has found.
         :raises ArgumentError: the address is not one address of this host, or other hosts could reach it and the job
             has no token.
         :raises CommError: listening fails.
@@ -178,7 +179,7 @@ class SocketReception:
         """
 
     def _accept(self) -> bool:
-        """Accept connections. Return False if there is no descriptor for them."""
+        """Accept connections. Return False if no descriptor is left for them."""
         before = len(self._entrance), self._entrance.dropped
         try:
             proved = self._entrance.accept(self._listener, self._dialogue)
@@ -233,7 +234,7 @@ _SOCKETS: Final = SocketWires()
 
 
 def wires() -> Wires:
-    """Return the wires of endpoints: the simulation's wires if a simulation runs, otherwise the wires over sockets."""
+    """Return the factory of connections for endpoints: the simulation's if a simulation runs, otherwise sockets."""
     return _SOCKETS if clock.simulation is None else clock.simulation.wires()
 
 
