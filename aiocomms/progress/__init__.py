@@ -1,1 +1,1 @@
-"""Works of pending ops, the driver that advances them, their deadlines, and the heartbeat."""
+"""The works (handles) of pending ops, the driver that advances the ops, the deadlines, and the heartbeat."""

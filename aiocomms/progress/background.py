@@ -27,7 +27,10 @@ class Background:
         self._closed, self._running = False, 0
 
     def start(self, call: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        """Run a coroutine in a task. A lost or closed connection ends the task silently; other errors are reported."""
+        """Run a coroutine in a task.
+
+        If the connection is lost or closed, the task ends silently. All other errors are reported.
+        """
 
         async def run() -> None:
             with anyio.CancelScope() as scope:

@@ -1,7 +1,7 @@
-"""The watchdog, a thread that acts on the deadlines of pending ops, also while the event loop is busy.
+"""The watchdog: a thread that acts on the deadlines of pending ops, even while the event loop is busy.
 
-One thread per process sleeps until the earliest deadline. Most ops complete long before their deadlines, so an op
-costs only an insertion into a queue. The thread wakes early only for a deadline before the one that it sleeps until.
+One thread per process sleeps until the earliest deadline. Most ops complete long before their deadlines, so an op costs
+only an insertion into a queue. The thread wakes earlier only if an op has an earlier deadline.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.threads import copied
 
 GRACE = 0.001
-"""Seconds by which the thread wakes after a deadline, so that it never wakes before the deadline has passed."""
+"""Seconds between a deadline and the wake-up of the thread, so that the thread never wakes before the deadline."""
 
 
 _LATER = 1.0
@@ -25,7 +25,7 @@ _log = logging.getLogger("aiocomms")
 
 
 class Watched(Protocol):
-    """An object whose deadlines the watchdog watches."""
+    """An object with deadlines, for which the watchdog works."""
 
     def expire(self, now: float) -> float:
         """Act on the deadlines that have passed. The watchdog calls this method on its thread.
@@ -40,7 +40,7 @@ class Watched(Protocol):
     def calm(self, now: float) -> bool:
         """Return whether no deadline has passed and no rank is silent.
 
-        If so, a call of :meth:`expire` only asks the other ranks for signs of life.
+        If the result is True, a call of :meth:`expire` would only ask the other ranks for signs of life.
 
         :param now: the time, by the monotonic clock.
         """
@@ -56,12 +56,12 @@ class Watchdog:
         os.register_at_fork(after_in_child=self.reset)
 
     def reset(self) -> None:
-        """Start afresh, as a forked child must.
+        """Start again without objects, as a forked child must.
 
         The child has no watchdog thread, and a thread of the parent may have held the lock.
         """
         self.wakes_at = float("inf")
-        """The time at which the thread wakes next. An op with an earlier deadline calls :meth:`wake_by`."""
+        """The time of the thread's next wake-up. An op with an earlier deadline calls :meth:`wake_by`."""
         # The lock is reentrant: a finalizer that runs under it may post or close. The code takes the lock itself, not
         # the condition: an exception of a signal handler in the condition's methods would leave the lock taken.
         self._lock = threading.RLock()
@@ -76,7 +76,7 @@ class Watchdog:
             self._watched.add(who)
 
     def unregister(self, who: Watched) -> None:
-        """Stop watching an object's deadlines; idempotent.
+        """Stop watching an object's deadlines. Idempotent.
 
         The thread ends when no object is left; see :attr:`leaving`.
         """
@@ -90,7 +90,7 @@ class Watchdog:
 
     @property
     def leaving(self) -> list[threading.Thread]:
-        """The threads that were told to end and still run.
+        """The threads that must end, and still run.
 
         Such a thread may still be executing an object's ``expire``.
         """
@@ -101,7 +101,7 @@ class Watchdog:
             return list(self._leaving)
 
     def wake_by(self, deadline: float) -> None:
-        """Make sure that the thread wakes when ``deadline`` has passed.
+        """Make the thread wake when ``deadline`` has passed, at the latest.
 
         :raises RuntimeError: the system cannot start a thread.
         """
@@ -115,7 +115,10 @@ class Watchdog:
                 self.wakes_at = deadline
 
     def _start_thread(self) -> None:
-        """Start the thread. If the start raises, a thread that runs all the same ends; the next deadline retries."""
+        """Start the thread.
+
+        If the start raises, the next deadline starts a new thread, and a thread that runs nevertheless ends.
+        """
         thread = threading.Thread(target=self._run, name="aiocomms deadlines", daemon=True)
         thread.start()
         self._thread = thread
@@ -139,7 +142,7 @@ class Watchdog:
     def _expire_all(self) -> None:
         """Call ``expire`` of all objects.
 
-        This is a function of its own, so that the sleeping thread keeps no reference to the objects.
+        This is a separate function, so that the sleeping thread keeps no reference to the objects.
         """
         with self._lock:
             watched = copied(self._watched)

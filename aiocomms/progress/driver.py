@@ -1,7 +1,7 @@
-"""Per-loop progress: poll for a few turns of the loop, then park on file descriptors.
+"""The driver of an event loop, which polls for a few turns of the loop, and then waits for file descriptors.
 
-One driver serves all communicators of one event loop. Without pending ops it schedules nothing. With pending ops it
-sleeps in the loop's own selector, on each transport's descriptor, until something happens. It uses no timer: asyncio's
+One driver serves all communicators of one event loop. Without pending ops, the driver schedules nothing. With pending
+ops, the loop's own selector waits for the descriptors of the transports. The driver uses no timer, because asyncio's
 timers sleep in whole milliseconds.
 """
 
@@ -27,12 +27,12 @@ from aiocomms.transport import Capabilities
 
 _DRIVER: Final = "driver"
 TURN: Final = 0.002
-"""Seconds that tasks may run without a turn of the loop while their ops end within the calls."""
+"""Seconds that tasks may run without a turn of the loop, if all their ops complete within the calls."""
 _local = threading.local()
 
 
 def _drivers() -> dict[str, Any]:
-    """Return the dictionary that holds the driver of this thread's loop, or of a simulated process's loop."""
+    """Return the dictionary with the driver of this thread's loop, or of a simulated process's loop."""
     return _local.__dict__ if clock.simulation is None else clock.state()
 
 
@@ -44,14 +44,14 @@ class Served(Protocol):
     def progress(self) -> bool | None:
         """Advance pending ops without blocking. Return whether any op completed.
 
-        If the result is None, do not call this method again until the descriptor is readable.
+        If the result is None, the caller must not call this method again until the descriptor is readable.
         """
 
     def fileno(self) -> int | None:
         """Return a descriptor that is readable when :meth:`progress` has something to do."""
 
     def on_failure(self, error: CommError) -> None:
-        """Record that :meth:`progress` has raised. The driver does not call :meth:`progress` again."""
+        """Record that :meth:`progress` has raised an error. The driver does not call :meth:`progress` again."""
 
 
 class Waited(Protocol):
@@ -65,7 +65,7 @@ class Waited(Protocol):
 
 
 class _Source:
-    """The transports that share a descriptor. One call of ``progress`` on one of them serves all."""
+    """The transports that share a descriptor. A call of one transport's ``progress`` advances all these transports."""
 
     __slots__ = ("fd", "transports")
 
@@ -151,7 +151,7 @@ class LoopDriver:
             self.call_soon(self._turn)
 
     def overdue(self) -> bool:
-        """Return whether the loop has had no turn for too long, as when all ops of a task end within their calls."""
+        """Return True if the loop has had no turn for too long, for example because all ops end within their calls."""
         now = clock.now()
         if self._asked is None:
             if now - self._had_turn > TURN:
@@ -168,7 +168,7 @@ class LoopDriver:
 
         Any thread or signal handler may call this.
 
-        :returns: False if the loop has ended; then nothing happens.
+        :returns: False if the loop has ended. Then ``fn`` is not called.
         """
         self._calls.append((fn, args))
         blocked = self._blocked
@@ -177,7 +177,7 @@ class LoopDriver:
         return self._loop.call_threadsafe(self._call)
 
     def _call(self) -> None:
-        """Make the queued calls: none if block() has made them, several if a signal handler has raised in here."""
+        """Make the queued calls: none if block() has made them, several if a signal handler has interrupted this."""
         for _ in range(len(self._calls)):
             fn, args = self._calls.popleft()
             if dispatch_modes() or in_inference_mode():
@@ -267,15 +267,15 @@ class LoopDriver:
 
 
 def _spin(source: _Source) -> int:
-    """Return the number of loop turns for which a source is polled: 0 if it has no transport left."""
+    """Return the number of loop turns for which a source is polled; 0 if no transport of the source is left."""
     return source.transports[0].capabilities.spin if source.transports else 0
 
 
 class Waiters(msgspec.Struct, eq=False):
-    """The suspended tasks that wait for one object. A loop adds each task that it suspends."""
+    """The suspended tasks that wait for one object. The loop adds each task that it suspends for this object."""
 
     of: object
-    """The object that the tasks wait for, as messages show it."""
+    """The object that the tasks wait for. Messages show this object."""
     on_empty: Callable[[], object] | None = None
     """The function to call when the last waiting task was cancelled."""
     waiting: list[Waiter] = []
@@ -292,7 +292,10 @@ class Waiters(msgspec.Struct, eq=False):
                 self.on_empty()
 
     def wake(self) -> None:
-        """Wake every task. If a signal handler's exception interrupts a call, the next call wakes the rest."""
+        """Wake every task.
+
+        If an exception of a signal handler interrupts this method, the next call wakes the other tasks.
+        """
         waiting = self.waiting
         while waiting:
             waiter = waiting[0]
@@ -302,7 +305,7 @@ class Waiters(msgspec.Struct, eq=False):
 
 
 class Promise:
-    """An event that happens once, awaited by one loop's tasks and set on that loop's thread."""
+    """An event that happens once. Tasks of one loop await the event, and code on the loop's thread sets the event."""
 
     __slots__ = ("_driver", "_set", "_waiters")
 
@@ -332,7 +335,7 @@ class Promise:
 
 
 class Bell:
-    """An event that happens repeatedly. Each time, the waiting tasks wake and check their condition."""
+    """An event that can happen several times. Each time, all waiting tasks wake, and check their condition again."""
 
     __slots__ = ("_driver", "_waiters", "ring")
 

@@ -1,11 +1,12 @@
-"""Guards around foreign code: transports, and async functions of the program.
+"""Guards around code from outside the core: transports, and async functions of the program.
 
-An exception of a transport ends its communicator, and nothing else.
+An exception of a transport ends only the transport's communicator.
 
-By contract only ``open``, ``split``, ``post`` and ``wait_stream`` may raise. If another method raises, the transport is
-broken and its further behaviour is unknown. The communicator is then lost, with an error that names the transport.
+Only ``open``, ``split``, ``post`` and ``wait_stream`` of a transport may raise. If another method raises an exception,
+the transport's state is unknown. The communicator is then lost, with an error that names the transport.
 
-An exception of any class from a function of the program is a failure of that function, unless it ends the task.
+An exception of any class from a function of the program is a failure of that function, unless the exception ends the
+task.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ def broken(transport: object, method: str, error: BaseException) -> CommError:
 
 
 def guarded(otherwise: T, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a method of a transport that must not raise. Safe on any thread.
+    """Call a method of a transport that must not raise an exception. Any thread may call this.
 
-    :param otherwise: the value to return if the method raises nevertheless. The communicator is then lost.
+    :param otherwise: the value to return if the method raises an exception nevertheless. The communicator is then lost.
     """
     try:
         return method(*args, **kwargs)
@@ -47,7 +48,7 @@ def guarded(otherwise: T, method: Callable[P, T], *args: P.args, **kwargs: P.kwa
 
 
 def ends_task(error: BaseException) -> bool:
-    """Return whether an exception from the program's function ends the current task, as exit and cancellation do.
+    """Return True if an exception from the program's function ends the current task, as an exit or a cancellation does.
 
     A ``CancelledError`` may come from a future that another task has cancelled. So this function checks the cancel
     scopes of the task. Call it outside the cancel scopes of the program's function.

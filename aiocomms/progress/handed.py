@@ -1,8 +1,8 @@
-"""Awaitables with the methods of coroutines, which notice if a task is cancelled before it starts them.
+"""Awaitables with the methods of coroutines. They notice if their task is cancelled before its first step.
 
-A task drives a coroutine by ``send``. If the task is cancelled before its first step, it calls ``throw``.
-``ensure_future`` wraps any other awaitable into a coroutine, which then never begins. Such an awaitable would not
-notice that its awaiter is cancelled, and its receive would take the next message.
+A task runs a coroutine by ``send``. If the task is cancelled before its first step, the task calls ``throw``.
+``ensure_future`` wraps any other awaitable into a coroutine, which then never begins. So another awaitable would not
+notice the cancellation. If that awaitable were a receive, the receive would still take the next message.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 T_co = TypeVar("T_co", covariant=True)
 
 Steps = dict[object, Generator[Any, Any, Any]]
-"""The generators of an awaitable by task: several tasks may drive one awaitable."""
+"""The generators of an awaitable, by task, because several tasks may await one awaitable."""
 
 
 class Handed(Generic[T_co]):
-    """An awaitable that asyncio tasks can drive as a coroutine. Neither ``await`` nor trio uses these methods."""
+    """An awaitable that asyncio tasks can run as a coroutine. ``await`` and trio do not use these methods."""
 
     __slots__ = ()
 
@@ -28,7 +28,7 @@ class Handed(Generic[T_co]):
         raise NotImplementedError
 
     def _never_awaited(self) -> None:
-        """Note that a task was cancelled before it began to await this object."""
+        """Record that a task was cancelled before the task began to await this object."""
         raise NotImplementedError
 
     def send(self, value: Any) -> Any:
@@ -51,9 +51,9 @@ class Handed(Generic[T_co]):
         return self._go_on(task, steps.throw, error)
 
     def close(self) -> None:
-        """Record that no task will drive this object.
+        """Record that no task will run this object.
 
-        :class:`asyncio.TaskGroup` calls this for a coroutine that it refuses.
+        :class:`asyncio.TaskGroup` calls this method for a coroutine that the group refuses.
         """
         self._never_awaited()
 

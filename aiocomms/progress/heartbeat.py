@@ -1,7 +1,8 @@
-"""The heartbeat, which notices a silent rank: one that is stopped, disconnected, or on a host that has failed.
+"""The heartbeat, which detects a silent rank: a rank that is stopped or disconnected, or whose host has failed.
 
 The connection to such a rank may stay open for minutes. While ops are pending, the watchdog's thread periodically asks
-the other ranks for a sign of life, and the transport's own thread answers there. Without pending ops, no thread wakes.
+the other ranks for a sign of life. On those ranks, the transport's own thread answers. Without pending ops, no thread
+wakes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from aiocomms.transport import Transport
 
 _LONGEST_PERIOD: Final = 1.0
 _FRESH: Final = 3
-"""Periods after which a measured silence is out of date."""
+"""The number of periods after which a measured silence is out of date."""
 
 
 class Heartbeat:
@@ -29,7 +30,8 @@ class Heartbeat:
 
         :param transports: the communicator's transports.
         :param options: the user's hints.
-        :param fail: the function to call with a :class:`PeerDiedError` for the first rank whose silence is too long.
+        :param fail: the function that is called with a :class:`PeerDiedError` for the first rank that is silent for too
+            long.
         """
         self._most = silence(options)
         self._transports = [
@@ -42,7 +44,7 @@ class Heartbeat:
         """Seconds between two calls of :meth:`look` while works are pending."""
 
     def silence(self, now: float) -> dict[int, float]:
-        """Return how long each rank was silent at the last measurement, in seconds; empty if that is out of date.
+        """Return the seconds for which each rank was silent at the last measurement; empty if this is out of date.
 
         Safe on any thread.
 
@@ -58,8 +60,8 @@ class Heartbeat:
     def look(self, now: float) -> None:
         """Record the ranks that gave no sign of life since the last call, and ask all ranks again.
 
-        Silence counts only while this rank watches. If this rank itself was stopped or had no processor time, it has
-        not read the answers yet.
+        If this rank itself was stopped or had no processor time, it has not read the answers yet. So silence during
+        that time does not count.
 
         :param now: the time, by ``clock.now()``.
         """

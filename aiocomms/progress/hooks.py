@@ -44,14 +44,14 @@ class Hooks(list[Hook]):
         return hook
 
     def ask(self, *args: Any) -> None:
-        """Call the hooks. An exception of a hook propagates to the caller."""
+        """Call the hooks. An exception of a hook is raised to the caller."""
         for hook in list(self):
             hook._fn(*args)
 
     def call(self, driver: LoopDriver, *args: Any) -> None:
-        """Call the hooks, and pass an exception of a hook to the event loop, because the caller must go on.
+        """Call the hooks, and pass exceptions of hooks to the event loop, so that the caller can continue.
 
-        The loop reports the exception, or stops with a :class:`KeyboardInterrupt` or :class:`SystemExit`.
+        The loop reports the exception. A :class:`KeyboardInterrupt` or :class:`SystemExit` stops the loop.
         """
         for hook in list(self):
             try:
@@ -74,7 +74,9 @@ class Hooked:
     _abort_hooks: Hooks
 
     def register_pre_hook(self, fn: Callable[[Op, int], object]) -> Hook:
-        """Call ``fn(op, seq)`` after the checks of each op and before its post. An exception of ``fn`` stops the op.
+        """Call ``fn(op, seq)`` after the checks of each op, and before the op starts.
+
+        An exception of ``fn`` stops the op.
 
         :returns: a handle with ``.remove()``.
         :raises ArgumentTypeError: ``fn`` cannot be called.
@@ -85,8 +87,8 @@ class Hooked:
         """Call ``fn(work)`` on the loop's thread when an op has ended, before its awaiting tasks resume.
 
         ``work.called`` is the time of the op's call, by ``time.monotonic()``; ``work.error`` is the op's error or None.
-        ``fn`` is called once for each op for which pre-hooks were called, also if the op could not be posted. The hook
-        runs in the context of the op's call, and so sees the caller's context variables.
+        ``fn`` is called once for each op for which pre-hooks were called, even if the op could not start. ``fn`` runs
+        in the context of the op's call, and so reads the caller's context variables.
 
         :returns: a handle with ``.remove()``.
         :raises ArgumentTypeError: ``fn`` cannot be called.
@@ -94,7 +96,9 @@ class Hooked:
         return self._post_hooks.register(fn)
 
     def register_abort_hook(self, fn: Callable[[CommError], object]) -> Hook:
-        """Call ``fn(error)`` on the loop's thread when the communicator is lost; ``error`` is the first cause.
+        """Call ``fn(error)`` on the loop's thread when the communicator is lost.
+
+        ``error`` is the first cause of the loss.
 
         :returns: a handle with ``.remove()``.
         :raises ArgumentTypeError: ``fn`` cannot be called.

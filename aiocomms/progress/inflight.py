@@ -1,4 +1,4 @@
-"""Works in flight: the pending ops of one communicator, the end of each, and the queues of their deadlines."""
+"""Works in flight: the pending ops of one communicator, the end of each op, and the queues of the deadlines."""
 
 from __future__ import annotations
 
@@ -38,23 +38,25 @@ if TYPE_CHECKING:
     from aiocomms.core.core import Core
 
 _LOCATED: Final = ("in lane ", "in collective ")
-"""The beginnings of the messages that say in which op the ranks disagree."""
+"""The beginnings of error messages that name the op on which the ranks disagree."""
 _POISONS: Final = (CommTimeoutError, MismatchError, PeerDiedError)
-"""The errors of one op that end its communicator."""
+"""The errors of an op that end the op's communicator."""
 AGAIN: Final = 5.0
-"""Seconds until the watchdog checks a work again that is still pending after its deadline. Only an exception of a
-signal handler can delay the end of a work so long."""
+"""Seconds until the watchdog checks a work again that is still pending after its deadline.
+
+Only an exception of a signal handler can cause such a delay.
+"""
 _RESIZED = (
     "the storage of a tensor was resized while the op had it: its result is lost, or went to memory that was freed"
 )
 
 
 class StartedWork(Work[T_co]):
-    """A work as the core and transports see it. Every :class:`Work` is a ``StartedWork``.
+    """The methods of a work for the core and the transports. Every :class:`Work` is a ``StartedWork``.
 
-    A signal handler may raise between any two steps. Therefore each method stores the outcome before the state, and a
-    work stays in flight until all its waiters are awake. If an exception interrupts these steps, the watchdog finds the
-    work at its deadline and calls :meth:`finish`.
+    A signal handler may raise an exception between any two steps. Therefore each method stores the outcome before the
+    state, and a work stays in flight until all its waiters are awake. If an exception interrupts these steps, the
+    watchdog finds the work at its deadline and calls :meth:`finish`.
     """
 
     __slots__ = FIELDS_BELOW
@@ -66,7 +68,7 @@ class StartedWork(Work[T_co]):
     memory: UntypedStorage | list[tuple[UntypedStorage, int]] | None
     """The storage of a pending op's tensor, or several storages and their addresses.
 
-    The program may give the tensors other storages meanwhile.
+    The program may replace the storages of the tensors meanwhile.
     """
     context: Context | None
     """The context of a pending op's call, in which post-hooks are called; None if there were none."""
@@ -77,7 +79,7 @@ class StartedWork(Work[T_co]):
         return [] if self._waiters is None else list(self._waiters.waiting)
 
     def wake(self, waiter: Waiter) -> None:
-        """Add a first waiter, which wakes when the work ends.
+        """Add the first waiter, which wakes when the work ends.
 
         Any thread may call this, also while another thread ends the work.
         """
@@ -116,31 +118,31 @@ class StartedWork(Work[T_co]):
         return None
 
     def fails_alone(self) -> bool:
-        """Return whether the work has failed and the communicator goes on."""
+        """Return True if the work has failed, and the communicator stays usable."""
         fault = self.fault
         return not (fault is None or isinstance(fault, CapturedWorkError) or self.fails_all())
 
     def fails_all(self) -> bool:
-        """Return whether the work's failure concerns all ranks and ends the communicator."""
+        """Return True if the work has failed, and the failure ends the communicator on all ranks."""
         fault = self.fault
         return isinstance(fault, _POISONS) or (isinstance(fault, CommAbortedError) and self.op.family == "collectives")
 
     def located(self, error: MismatchError) -> MismatchError:
         """Add to the error the number of the collective, which is the same on all ranks.
 
-        Each transport counts collectives in its own way.
+        Transports may count collectives differently.
         """
         number = None if error.message.startswith(_LOCATED) else self._owner.collective(self.seq)
         return error if not number else MismatchError(f"in collective {number} {error.message}", peer=error.peer)
 
     def abandon(self, error: CommError) -> None:
-        """End a pending work that its transport has not ended. Later reports of the transport are ignored."""
+        """End a pending work before its transport reports the end. Later reports of the transport are ignored."""
         if not self._state:
             self._end(error, ABANDONED)
         self.finish()
 
     def refuse(self, error: BaseException) -> None:
-        """End a work that could not be posted, so that hooks see its error.
+        """End a work whose op could not be posted, so that hooks get the error.
 
         Later reports of the transport are ignored.
         """
@@ -163,7 +165,10 @@ class StartedWork(Work[T_co]):
         self._notify()
 
     def _notify(self) -> None:
-        """Wake all waiters. A second call resumes where the exception of a signal handler has interrupted the first."""
+        """Wake all waiters.
+
+        If an exception of a signal handler interrupts a call, the next call wakes the other waiters.
+        """
         if self._waiters is not None:
             self._waiters.wake()
             self._waiters = None
@@ -263,7 +268,7 @@ class PlainLaneWork(LaneWork[T_co], PlainWork[T_co]):
 
 
 class Queue(dict[StartedWork[Any], float]):
-    """The pending works that have the same timeout, and the time at which each was added."""
+    """The pending works that have the same timeout, and the time at which each work was added."""
 
     __slots__ = ("seconds",)
 
@@ -282,30 +287,33 @@ class Flying(NamedTuple):
     waiters: list[Waiter]
     """The suspended tasks that await the work, or the operation that the work is a step of."""
     of: str = ""
-    """The part of this library that the work belongs to, such as a stream; empty: the program has called the op."""
+    """The part of this library that has called the op, such as a stream; empty: the program has called the op."""
 
     @property
     def idle(self) -> bool:
-        """True if the op belongs to this library, such as a standing receive, and no task waits for it."""
+        """True if a part of this library has called the op, and no task waits for the op."""
         return not self.waiters and (bool(self.of) or getattr(self.work.op, "channel", ops.USER) != ops.USER)
 
 
 class Stands(Protocol):
-    """A part of this library, such as a stream, that keeps receives pending for messages that may come."""
+    """A part of this library, such as a stream, that keeps receives pending for messages that may or may not come."""
 
     def standing(self) -> Iterator[tuple[StartedWork[Any], list[Waiter], str]]:
-        """Yield each receive, its waiters and the name of its owner. Any thread or signal handler may call this."""
+        """Yield each of these receives, its waiters and its owner's name.
+
+        Any thread or signal handler may call this.
+        """
 
 
 class InFlight:
-    """The pending works of one communicator, kept with their tensors until they are done.
+    """The pending works of one communicator. Each work and its tensors are kept until the work is done.
 
-    Other threads read them. ``list(dict)`` copies the keys in one call that runs no Python code, so neither another
-    thread nor a finalizer can change the dictionary during the copy. ``list(dict.items())`` allocates a tuple for each
-    item, so it gives no such protection.
+    Other threads read the works. ``list(dict)`` copies the keys in one call that runs no Python code, so no other
+    thread or finalizer can change the dictionary during the copy. ``list(dict.items())`` is not safe, because it
+    allocates a tuple for each item.
 
-    There are few distinct timeouts, so each timeout has its own queue, which is in the order of the deadlines. An op
-    costs one insertion and one deletion, however many ops are pending.
+    There are few different timeouts. Each timeout has its own queue, which is in the order of the deadlines. So an op
+    costs one insertion and one deletion, independently of the number of pending ops.
     """
 
     def __init__(self, owner: Core, heartbeat: Heartbeat) -> None:
@@ -328,7 +336,7 @@ class InFlight:
         return iter([flying.work for flying in self.look()])
 
     def look(self) -> list[Flying]:
-        """Return all works; those with the same timeout are in the order of their calls.
+        """Return all works. Works with the same timeout are in the order of their calls.
 
         Any thread or signal handler may call this.
         """
@@ -341,7 +349,7 @@ class InFlight:
         return flying
 
     def add(self, work: StartedWork[Any], seconds: float) -> None:
-        """Keep a work, and watch its deadline, ``seconds`` from now. If that is infinite, there is no deadline.
+        """Keep a work, and watch its deadline, ``seconds`` from now; infinity: no deadline.
 
         Safe on any thread.
         """
@@ -384,7 +392,7 @@ class InFlight:
             return made
 
     def remove(self, work: StartedWork[Any]) -> float:
-        """Drop a work that has just become done.
+        """Drop a work that has just ended.
 
         :returns: the time at which the work was added.
         """
@@ -420,7 +428,10 @@ class InFlight:
         self._watchdog.unregister(self)
 
     async def unwatched(self) -> None:
-        """Wait until the ending watchdog threads have ended. The wait takes time only if a deadline has just passed."""
+        """Wait until the ending threads of the watchdog have ended.
+
+        This takes time only if a deadline has just passed.
+        """
         for thread in self._watchdog.leaving:
             await run_in_thread(thread.join, anyhow=True)
 

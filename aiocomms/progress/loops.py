@@ -1,7 +1,7 @@
 """Event loops: the differences between asyncio (with or without uvloop) and trio.
 
-anyio would serve both, but an ``await`` through it costs several times the 2 µs that an op may take. So this module
-suspends and wakes tasks with each loop's own primitives. Slower code elsewhere uses anyio.
+anyio supports both, but an ``await`` through anyio costs several times the 2 µs that an op may take. So this module
+suspends and wakes tasks with each loop's own primitives. Other code, which may be slower, uses anyio.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ class Waiter(Protocol):
 
 
 class Parkable(Protocol):
-    """An object that a task can wait for. When it is ready, it sets the result of each waiter that is not done."""
+    """An object that a task can wait for.
+
+    When the object is ready, it sets the result of each waiter that is not done.
+    """
 
     waiting: list[Waiter]
-    """The waiters. A loop appends a waiter when it parks a task."""
+    """The waiters. When a loop suspends a task, the loop appends a waiter."""
 
     def detach(self, waiter: Waiter) -> None:
         """Remove a waiter whose task was cancelled."""
@@ -56,7 +59,7 @@ class Loop(ABC):
 
     @abstractmethod
     def give_way(self) -> Generator[Any, Any, None]:
-        """Suspend the current task until the loop has had a turn."""
+        """Suspend the current task for one turn of the loop."""
 
     @abstractmethod
     def call_soon(self, fn: Callable[..., object], *args: object) -> None:
@@ -64,7 +67,7 @@ class Loop(ABC):
 
     @abstractmethod
     def call_threadsafe(self, fn: Callable[..., object], *args: object) -> bool:
-        """Call ``fn`` on the loop's thread; safe on any thread. Return False, without a call, if the loop has ended."""
+        """Call ``fn`` on the loop's thread, from any thread. Return False without a call if the loop has ended."""
 
     @abstractmethod
     def spawn(self, fn: Callable[[], Coroutine[Any, Any, None]], context: Context) -> None:
@@ -84,7 +87,7 @@ class Loop(ABC):
 
     @abstractmethod
     def task(self) -> tuple[str, object] | None:
-        """Return the name and the coroutine of the running task; None in a callback."""
+        """Return the name and the coroutine of the running task; None if a callback runs."""
 
     @abstractmethod
     def report(self, message: str, error: BaseException) -> None:

@@ -1,6 +1,6 @@
-"""The error of a forgotten ``await``, raised where a program uses a work as if it were the op's result.
+"""The error of a forgotten ``await``, which is raised if a program uses a work as if the work were the op's result.
 
-A ``__getattr__`` would cover any name, but would make each access to an attribute of a work five times as slow.
+A ``__getattr__`` would find any name, but would make each attribute access of a work five times as slow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ tests for None."""
 
 
 RESULTS: Final = frozenset(name for name in (*dir(Tensor), *dir(dict)) if not name.startswith("_"))
-"""The public attributes of tensors and of dictionaries, the most frequent results."""
+"""The public attributes of tensors and dictionaries, which are the most frequent results."""
 
 
 class _Attribute:
@@ -48,7 +48,7 @@ def _operator(name: str) -> Callable[..., NoReturn]:
 def _torch_function(
     cls: type, function: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> NoReturn:
-    """Refuse a torch function that got a work as an argument or within a list."""
+    """Raise the error for a torch function that got a work as an argument or within a list."""
     given = [*args, *(kwargs or {}).values()]
     given += [item for value in given if isinstance(value, (list, tuple)) for item in value]
     work = next(value for value in given if isinstance(value, cls))
@@ -58,7 +58,7 @@ def _torch_function(
 def refuse_as_result(cls: type) -> None:
     """Make the works of a class refuse the operations that only results have.
 
-    Type checkers report such an operation as an error, because they do not see the methods that this function adds.
+    Type checkers report these operations as errors, because they do not see the methods that this function adds.
     """
     for name in RESULTS:
         if not hasattr(cls, name):

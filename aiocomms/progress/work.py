@@ -1,4 +1,4 @@
-"""The awaitable handle of one started op, as users see it. :mod:`aiocomms.progress.inflight` has the end of an op."""
+"""The awaitable handle of a started op for users. :mod:`aiocomms.progress.inflight` has the part for the core."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ from aiocomms.transport import OP_RESULT
 T_co = TypeVar("T_co", covariant=True)
 
 PENDING, DONE, ABANDONED = range(3)
-"""The states of a work. An abandoned work has ended before its transport has reported the end of the op."""
+"""The states of a work. An abandoned work has ended before its transport reported the end of the op."""
 FIELDS_BELOW: Final[tuple[str, ...]] = ()
-"""The slots of a class of works: none. Its subclasses, in Python or native code, have the fields."""
+"""The slots of a base class of works: none. The subclasses, in Python or native code, have the fields."""
 
 
 class Owner(Protocol):
-    """The communicator as its works see it."""
+    """The methods of a communicator that its works use."""
 
     driver: LoopDriver
     name: str
     rank: int
     failures: dict[tuple[str, int | None], int]
-    """The number of works that failed, were abandoned or withdrawn, by the error's class and the rank that it names."""
+    """The number of works that failed, were abandoned, or were withdrawn, by the error's class and the rank in the
+    error.
+    """
 
     worded: Callable[[CommError], CommError]
-    """The function that words the error of an op for its caller: errors of an endpoint name no ranks."""
+    """The function that adapts the error of an op for the caller: errors of an endpoint name no ranks."""
 
     def settled(self, work: Any, error: CommError | None = None) -> None:
         """Record and drop a pending work that has just completed, or failed with ``error``."""
 
     def withdraw(self, work: Any) -> bool:
-        """Withdraw from the transport an op that no message or signal has matched; return False if it is under way."""
+        """Withdraw an op that no message or signal has matched. Return False if the op cannot be withdrawn any more."""
 
     def collective(self, seq: int) -> int | None:
         """Return the number of the collective that is op ``seq`` on this rank; None if the op has no number.
@@ -61,11 +63,11 @@ class Owner(Protocol):
 
 
 class Work(Handle, Handed[T_co], Generic[T_co]):
-    """The handle of one started op: await it in one task or in several. The op completes also if no task awaits it.
+    """The handle of one started op: await it in one task or in several. The op completes even if no task awaits it.
 
-    A work has the methods of :class:`asyncio.Future` that make sense for an op. A program can wrap a work in a task. A
-    cancelled ``await`` detaches only that awaiter. The cancellation of the last awaiter withdraws a receive that no
-    message has matched yet, even if that awaiter has not begun to wait.
+    A work has the methods of :class:`asyncio.Future` that make sense for an op. A program can wrap a work in a task. If
+    an ``await`` is cancelled, only this await ends. If the last ``await`` of a receive is cancelled, and no message has
+    matched the receive yet, the receive is withdrawn. This is also true if the cancelled task has not begun to wait.
     """
 
     __slots__ = FIELDS_BELOW
@@ -92,7 +94,7 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
         return f"<Work {self.op.name} #{self.seq} on '{self._comm_name()}' (rank {self._owner.rank}) {state}>"
 
     def __dir__(self) -> list[str]:
-        """Return the attributes without those of results, for completion in editors."""
+        """Return the attributes without the attributes of results, for completion in editors."""
         return [name for name in object.__dir__(self) if name not in RESULTS]
 
     @property
@@ -112,7 +114,7 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
         return self.result()
 
     _await = __await__
-    """The ``__await__`` of pending works for native code, which has a faster one for works that are done."""
+    """The ``__await__`` of pending works. Native code has a faster method for works that are done."""
 
     def done(self) -> bool:
         """Return whether the op has completed or failed on this rank."""
@@ -143,7 +145,10 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
 
     @property
     def error(self) -> CommError | None:
-        """The error of a failed op, or None. Hooks may read it: a read does not count as a request for the result."""
+        """The error of a failed op, or None.
+
+        Hooks may read the error: a read does not count as a request for the result.
+        """
         return self._error
 
     def add_done_callback(self, fn: Callable[[Self], object]) -> None:
@@ -156,7 +161,7 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
             self._callbacks.append(fn)
 
     def forget(self) -> None:
-        """Declare that no code needs to await the op. Debug mode then gives no warning of a forgotten ``await``.
+        """Declare that no code needs to await the op, so that debug mode does not warn of a forgotten ``await``.
 
         If the op fails, the event loop still reports the error.
         """
@@ -164,7 +169,7 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
     async def cancel(self) -> bool:
         """Withdraw the op if that is still possible; otherwise wait for its end.
 
-        :returns: True: the op did not happen, and the buffer is untouched. False: the op ran to its end.
+        :returns: True if the op was withdrawn, and its buffer is unchanged; False if the op ran to its end.
         :raises RuntimeError: the caller is not on the communicator's thread.
         """
         if not self._state and get_ident() != self._owner.driver.thread:
@@ -180,13 +185,14 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
         return _Wait(self)
 
     def wait_stream(self, stream: Any = None) -> None:
-        """Make a CUDA stream wait for the op; the host does not wait.
+        """Make a CUDA stream wait for the op. The calling thread does not wait.
 
         If the op was captured into a CUDA graph, this call joins the op back to the capturing stream.
 
         :param stream: a ``torch.cuda.Stream``; None: the current one.
-        :raises ArgumentError: ``stream`` is no stream, or is on another device than the communicator.
-        :raises UnsupportedOperation: the op runs on no stream: its tensors are on the CPU, or it completes on the host.
+        :raises ArgumentError: ``stream`` is not a stream, or its device is not the communicator's device.
+        :raises UnsupportedOperation: the op runs on no stream, because its tensors are on the CPU, or because the CPU
+            completes the op.
         """
         owner = self._owner
         try:
@@ -197,11 +203,11 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
     def wait_blocking(self, timeout: float | None = None) -> T_co:
         """Wait in synchronous code, on any thread.
 
-        On the loop's own thread the call drives the transports while it waits.
+        On the loop's own thread, this call advances the transports while it waits.
 
         :param timeout: the longest wait in seconds; None: no limit.
         :returns: the result of the op, as ``await`` does.
-        :raises TimeoutError: the op took longer; the op continues.
+        :raises TimeoutError: the op took longer than ``timeout``. The op continues.
         :raises CommError: the op failed.
         """
         if not self._state:
@@ -231,7 +237,7 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
             self._nobody_waits()
 
     def _withdraw(self) -> bool:
-        """Withdraw an unmatched receive or wait. Return True if the op did not happen."""
+        """Withdraw an unmatched receive or wait. Return True if the op was withdrawn."""
         raise NotImplementedError
 
     def _seen(self) -> Exception:
@@ -250,7 +256,7 @@ refuse_as_result(Work)
 
 
 class _Wait(Handed[None]):
-    """The awaitable of :meth:`Work.wait`: the end of a work, with or without an error."""
+    """The awaitable that :meth:`Work.wait` returns. It ends when the work ends, and raises no error of the op."""
 
     __slots__ = ("_steps", "_work")
 
@@ -268,7 +274,7 @@ class _Wait(Handed[None]):
 
 
 class UnseenError:
-    """The report of a failed work whose result no code requests.
+    """The report of a failed work if no code requests the work's result.
 
     The report is a separate object, so that a work that succeeds needs no finalizer.
     """
