@@ -1,4 +1,4 @@
-"""The class ``Case``, which a check gets beside its communicator, and the records of its place and its outcome."""
+"""The class ``Case``, which a check gets besides its communicator, and records of a check's place and outcome."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def ranks(*sizes: int, more: tuple[int, ...] = ()) -> Callable[[F], F]:
     """Mark a check with numbers of ranks. The check runs once with each number.
 
     A check names only numbers of ranks that can change its result. One rank has no peer, and two ranks have one peer
-    each. With three ranks, one rank may have no part in a message or an error of the other two. Four is a power of two.
-    Seven is neither a power of two nor even. Four and seven ranks matter for the schedules of collectives, so other
-    checks name these numbers as ``more`` only.
+    each. With three ranks, one rank can be outside a message or an error of the other two. Four is a power of two.
+    Seven is odd, and not a power of two. Four and seven ranks matter only for the schedules of collectives, so other
+    checks name these numbers as ``more``.
 
     :param more: the numbers of ranks on which the check runs with ``--full`` only.
     """
@@ -51,7 +51,7 @@ class Place(NamedTuple):
     """The place where checks run: the transport, the device, the event loop, the number of ranks and the deadline."""
 
     name: str
-    """The name of the transport, with ``@processes`` if that was chosen."""
+    """The name of the transport. It ends in ``@processes`` if each rank must be a process."""
     transport: str | dict[str, str]
     device: str
     loop: str
@@ -67,7 +67,7 @@ class Place(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The times at which this rank called and left an operation.
+    """The times at which this rank called an operation, and at which the operation ended on this rank.
 
     No rank may leave the operation before all ranks have called it.
     """
@@ -81,12 +81,12 @@ class Outcome(NamedTuple):
     """The outcome of a check on one rank."""
 
     status: str
-    """``"passed"``, ``"skipped"``, ``"failed"``, or ``"stopped"`` because another rank failed or time was up."""
+    """``"passed"``, ``"skipped"``, ``"failed"``, or ``"stopped"``: another rank failed, or the deadline passed."""
     text: str = ""
     usable: bool = True
     """True if the communicator may serve the next check."""
     agreed: tuple[tuple[str, object], ...] = ()
-    """The names and values on which all ranks must agree."""
+    """The names and values that must be equal on all ranks."""
     spans: tuple[Span, ...] = ()
 
 
@@ -118,8 +118,8 @@ class Case:
     """One rank's part of one check.
 
     A check is a coroutine function that every rank runs: ``async def test_x(comm: Communicator, case: Case)``. The
-    check fails if it raises an error. Through :meth:`agree` and :meth:`synchronised` a check hands over values, which
-    the suite compares between the ranks.
+    check fails if it raises an error. The suite compares the values that a check passes to :meth:`agree` and
+    :meth:`synchronised` between the ranks.
     """
 
     def __init__(self, comm: Communicator, place: Place, board: CaseBoard, store: Store, name: str, seed: int) -> None:
@@ -134,7 +134,7 @@ class Case:
         self.agreed: list[tuple[str, object]] = []
         self.spans: list[Span] = []
         self.reports: list[str] = []
-        """The errors that were reported to the loop. A check that causes one on purpose clears the list."""
+        """The errors that were reported to the loop. A check that causes an error on purpose clears the list."""
         self.opened: list[Communicator] = []
         self._board = board
         self._store = store
@@ -142,11 +142,11 @@ class Case:
     # ------------------------------------------------------------------------------------------------- tensors
 
     def bits(self, dtype: torch.dtype, shape: tuple[int, ...], *key: object) -> Tensor:
-        """Return random bits, the same for the same arguments on every rank. Do not change the tensor."""
+        """Return random bits. Equal arguments give equal bits on every rank. Do not change the tensor."""
         return data.bits(self.seed, dtype, shape, self.name, *key)
 
     def numbers(self, dtype: torch.dtype, shape: tuple[int, ...], *key: object) -> Tensor:
-        """Return random numbers, the same for the same arguments on every rank. Do not change the tensor."""
+        """Return random numbers. Equal arguments give equal numbers on every rank. Do not change the tensor."""
         return data.numbers(self.seed, dtype, shape, self.name, *key)
 
     def full(self, content: Tensor) -> data.Slot:
@@ -182,7 +182,7 @@ class Case:
         await self.told(note)
 
     def agree(self, what: str, value: object) -> None:
-        """Hand over a value, or the content of a tensor. All ranks must hand over equal values in the same order."""
+        """Report a value, or the content of a tensor. All ranks must report equal values in the same order."""
         self.agreed.append((what, data.checksum(value) if isinstance(value, Tensor) else value))
 
     def synchronised(self, what: str, called: float) -> None:
@@ -190,12 +190,12 @@ class Case:
 
         No rank may leave such an operation before all ranks have called it.
 
-        :param called: ``time.monotonic()`` before the call; all ranks of a machine share that clock.
+        :param called: ``time.monotonic()`` before the call. All ranks of a machine share this clock.
         """
         self.spans.append(Span(what, called, time.monotonic()))
 
     def die(self) -> NoReturn:
-        """Kill the process of this rank, on which the check then passes. See :meth:`need_processes`."""
+        """Kill the process of this rank. The check then passes on this rank. See :meth:`need_processes`."""
         self.need_processes()
         self.tell(DIES)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -254,7 +254,10 @@ class Case:
         return data.reduced(op, tensors, self.rounds_each_step(tensors[0].dtype))
 
     def native(self, op: type[ops.Op]) -> bool:
-        """Return whether the transport carries an operation natively: the core does not lower this operation."""
+        """Return True if the transport itself implements an operation.
+
+        Otherwise the core builds the operation from messages.
+        """
         return op.family in self.comm.transports and op in self.capabilities(op.family).ops
 
     async def open(self, name: str, timeout: float | None = None) -> Communicator:
@@ -299,7 +302,10 @@ async def cancel_await(awaitable: Awaitable[object]) -> None:
 
 
 def refusable(dtype: torch.dtype, error: UnsupportedOperation) -> None:
-    """Accept that a transport refuses a dtype. Raise the error for a dtype that every transport must carry."""
+    """Accept an error for a dtype that transports may refuse.
+
+    Raise the error for a dtype that every transport must carry.
+    """
     if dtype in (torch.float32, torch.uint8):
         raise error
 

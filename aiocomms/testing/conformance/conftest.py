@@ -21,13 +21,13 @@ from aiocomms.testing.conformance.world import World, verdict
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Register the options if the command names the suite by its path.
 
-    If the command names the package, the plug-in registers the options.
+    If the command names the suite's package instead, aiocomms' plug-in registers the options.
     """
     pluginmanager.import_plugin(options.__name__)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run each check on the transports, loops and numbers of ranks that can change its result."""
+    """Run each check on the transports, loops and numbers of ranks that can change the check's result."""
     if "case" in metafunc.fixturenames:
         sizes, more = getattr(metafunc.function, "ranks", ((2,), ()))
         named = {name: metafunc.definition.get_closest_marker(name) is not None for name in ("loops", "core", "memory")}
@@ -43,9 +43,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def case(request: pytest.FixtureRequest) -> Iterator[World]:
-    """Yield the world of this process.
+    """Yield the object that runs the ranks (the world).
 
-    Each rank replaces the world by its :class:`Case`; pytest groups checks by world.
+    Each rank replaces the world by its :class:`Case`. pytest groups the checks by world.
     """
     place: Place = request.param
     world: World = Processes(place) if place.processes else Tasks(place)
@@ -55,7 +55,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[World]:
 
 @pytest.fixture
 def comm() -> None:
-    """Return None in this process: each rank replaces None by its communicator."""
+    """Return None, which each rank replaces by its communicator."""
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,4 +1,4 @@
-"""The data of checks: random tensors that every rank can draw for all ranks, guarded tensors, and reductions."""
+"""The data of checks: random tensors that every rank can compute for all ranks, guarded tensors, and reductions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CARRIED_ONLY = (
 )
 """The dtypes that reductions refuse.
 
-This list repeats the library's own, so that the checks compare the two.
+This list repeats the library's list, so the checks compare the two lists.
 """
 REDUCED_DTYPES = tuple(dtype for dtype in ALL_DTYPES if dtype not in CARRIED_ONLY)
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
@@ -35,14 +35,17 @@ UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 HALVES = (torch.float16, torch.bfloat16)
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (2, 0, 3), (7,), (8, 8), (257,), (1031,))
-"""Shapes of 0 to 3 dimensions. Their sizes are 0, 1, primes, powers of two, and sizes no number of ranks divides."""
+"""Shapes of 0 to 3 dimensions.
+
+Their sizes are 0, 1, primes, powers of two, and sizes that no number of ranks divides.
+"""
 
 LARGE = (40_009,)
-"""A prime number of elements, more than any transport sends in one piece."""
+"""A prime number of elements, which is more than any transport sends in one piece."""
 
 _POISON = 0xA5
 _GUARD = 3
-"""Guard elements on each side of a tensor: an odd number, so that it is aligned to no more than its element size."""
+"""The guard elements on each side of a tensor: an odd number, so that only the element size aligns the tensor."""
 
 
 class WrongData(AssertionError):  # noqa: N818 - the name explains the failure in every trace
@@ -62,7 +65,7 @@ def forget() -> None:
 def bits(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object) -> Tensor:
     """Return random bit patterns, including NaNs, for operations that only move data. Do not change the tensor.
 
-    :param key: the values that decide the content, together with the seed; the same on every rank.
+    :param key: the values that, with the seed, decide the content. They are the same on every rank.
     """
     pool = _bools(seed) if dtype == torch.bool else _bits(seed)
     nbytes = math.prod(shape) * dtype.itemsize
@@ -74,9 +77,9 @@ def bits(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object) ->
 
 @functools.lru_cache(maxsize=None, typed=True)
 def numbers(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object) -> Tensor:
-    """Return random numbers: integers from the dtype's whole range; otherwise of magnitude 1/2 to 2 and of either sign.
+    """Return random numbers: integers of the dtype's whole range, or floats with magnitudes from 1/2 to 2 and any sign.
 
-    :param key: the values that decide the content, together with the seed; the same on every rank.
+    :param key: the values that, with the seed, decide the content. They are the same on every rank.
     """
     if not (dtype.is_floating_point or dtype.is_complex):
         return bits(seed, dtype, shape, *key)
@@ -91,7 +94,7 @@ _pools: list[tuple[Tensor, int]] = []
 
 
 def verify() -> None:
-    """Check that no code has written to the random data, on which the results of other checks depend."""
+    """Check that no code has written to the random data, because other checks depend on the data."""
     if any(checksum(pool) != was for pool, was in _pools):
         raise WrongData("random data was changed that an operation, or a check, was given to read only")
 
@@ -132,7 +135,7 @@ def _poison(nbytes: int, device: torch.device) -> Tensor:
 
 
 class Slot:
-    """A tensor inside a larger allocation, whose other bytes no code may write.
+    """A tensor inside a larger allocation. No code may write the other bytes of the allocation.
 
     The tensor holds ``content``. If ``content`` is None, the tensor holds a pattern that no result equals.
     """
@@ -149,7 +152,7 @@ class Slot:
             self.tensor.copy_(content)
 
     def expect(self, want: Tensor, allowance: Tensor | None = None) -> None:
-        """Check the content, bit by bit or within an allowance per element, and the guards around the tensor."""
+        """Check the content, bit by bit or within a tolerance per element, and the guards around the tensor."""
         near(self.tensor, want, allowance)
         for guard in self._guards:
             if not torch.equal(guard, self._poison):
@@ -169,7 +172,7 @@ def same_bits(got: Tensor, want: Tensor) -> None:
 
 
 def near(got: Tensor, want: Tensor, allowance: Tensor | None) -> None:
-    """Check a tensor bit by bit, or within an allowance per element if one is given."""
+    """Check a tensor bit by bit, or within a tolerance per element if a tolerance is given."""
     if allowance is None:
         same_bits(got, want)
         return
@@ -186,7 +189,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 class ExpectedResult(NamedTuple):
-    """A result, and the allowance by which each element may differ from it. The allowance None allows no difference."""
+    """A result, and the tolerance: the largest difference of each element. None allows no difference."""
 
     value: Tensor
     allowance: Tensor | None
@@ -197,7 +200,7 @@ def reduced(op: ReduceOp, tensors: Sequence[Tensor], rounds_each_step: bool = Fa
 
     Sums and products may be taken in any order, but float16 and bfloat16 are accumulated in float32.
 
-    :param rounds_each_step: whether float16 and bfloat16 may be rounded after each rank's contribution instead.
+    :param rounds_each_step: True if float16 and bfloat16 may be rounded after each rank's contribution.
     """
     return _reduced(op, tuple(tensors), rounds_each_step)
 

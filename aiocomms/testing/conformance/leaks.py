@@ -1,4 +1,4 @@
-"""The threads and descriptors of this process: a check that closed objects leave none behind."""
+"""The check that closed objects leave no threads or descriptors in this process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import anyio
 from aiocomms.progress.deadlines import watchdog
 
 LOOKS = 150
-"""The most looks, 10 ms apart, for threads and descriptors that a rank has closed. A slow rank takes longer."""
+"""The most looks, 10 ms apart, until threads and descriptors are gone. A slow rank needs several looks."""
 
 
 async def expect_no_more_than(before: tuple[int, int]) -> None:
-    """Wait until there are no more threads and descriptors than before."""
+    """Wait until the numbers of threads and descriptors are not higher than before."""
     for _ in range(LOOKS):
         now = resources()
         if all(count <= then for count, then in zip(now, before, strict=True)):

@@ -1,4 +1,4 @@
-"""The matrix: the places in which a check runs. By default it leaves out places where the check decides nothing."""
+"""The matrix: the places in which a check runs. By default, places that cannot change the result are left out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 PROCESSES = "@processes"
-"""The suffix of a transport's name if each of its ranks is to be a process."""
+"""The suffix of a transport's name with which each rank is a process."""
 
 APART = (2, 3)
 """The numbers of ranks for a transport in processes that also runs in one process."""
@@ -22,9 +22,9 @@ class Marks(NamedTuple):
     loops: bool = False
     """True if the check exercises differences between the event loops."""
     core: bool = False
-    """True if the core alone decides the outcome, before it calls a transport."""
+    """True if the core decides the outcome before the core calls a transport."""
     memory: bool = False
-    """True if the outcome can differ when the ranks are processes, which share no memory of their own."""
+    """True if the outcome can differ when the ranks are processes, and so share no memory."""
 
 
 class Subject(NamedTuple):
@@ -55,7 +55,7 @@ def cells(
     :param subjects: the chosen transports.
     :param loops: the chosen loops.
     :param sizes: the chosen numbers of ranks; None: all numbers that the check names.
-    :param full: whether the check runs in every chosen place, also in places that cannot change its result.
+    :param full: True if the check runs in every chosen place, even if the place cannot change the result.
     """
     return [
         Cell(subject, loop, size)
@@ -69,7 +69,7 @@ def cells(
 
 
 def _decides(marks: Marks, subject: Subject, subjects: Sequence[Subject]) -> bool:
-    """Return whether a check decides anything on a transport that the other chosen ones do not decide as well."""
+    """Return True if a check can find a fault on this transport that it cannot find on the other chosen transports."""
     if _again(subject, subjects):
         return marks.memory
     first = next(other for other in subjects if not _again(other, subjects))
@@ -77,6 +77,6 @@ def _decides(marks: Marks, subject: Subject, subjects: Sequence[Subject]) -> boo
 
 
 def _again(subject: Subject, subjects: Sequence[Subject]) -> bool:
-    """Return whether a transport in processes was also chosen without processes."""
+    """Return True if a transport with ``@processes`` was also chosen without ``@processes``."""
     plain = subject.name.removesuffix(PROCESSES)
     return plain != subject.name and any(other.name == plain for other in subjects)

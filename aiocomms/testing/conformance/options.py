@@ -103,7 +103,7 @@ def _sizes(config: pytest.Config) -> set[int] | None:
 
 
 def _device(config: pytest.Config) -> torch.device:
-    """Return the device of all tensors, once a test has used it: a failure in a check would explain less."""
+    """Return the device of all tensors, after a test that it works: a failure in a check would explain less."""
     import torch
 
     given: str = config.getoption("--device")
@@ -131,7 +131,8 @@ def _transports(config: pytest.Config) -> list[Subject]:
 def subject(given: str, device: torch.device, state: Mapping[str, str | None]) -> Subject:
     """Find the transport that a value of ``--transport`` names.
 
-    :param state: for each installed transport, by name, the reason why it is not available; None if it is available.
+    :param state: a dict from the name of each installed transport to the reason why it is not available; None: it is
+        available.
     """
     from aiocomms.bootstrap.registry import find
     from aiocomms.testing.conformance.matrix import PROCESSES, Subject

@@ -1,4 +1,4 @@
-"""Worlds whose ranks are processes, which serve one check after another as long as the checks pass."""
+"""Worlds whose ranks are processes. The processes run one check after another as long as the checks pass."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from aiocomms.testing.conformance.rank import Request
 from aiocomms.testing.conformance.world import GRACE, STOP, World
 
 _DUMP = 0.3
-"""Seconds in which a process must have written the stacks of its threads to its file, once it has begun."""
+"""Seconds in which a process must write the stacks of its threads to its file."""
 
 _CLOSE = 60.0
-"""Seconds in which ranks that have nothing pending must close and end."""
+"""Seconds in which ranks without pending operations must close and end."""
 
 
 def _context() -> Any:
-    """Make a context that forks from a server which has imported everything, so that a rank starts in milliseconds."""
+    """Make a context whose server has imported all modules, and forks each rank in milliseconds."""
     context = multiprocessing.get_context("forkserver")
     modules = [f"{conformance.__name__}.{module.name}" for module in pkgutil.iter_modules(conformance.__path__)]
     context.set_forkserver_preload(["trio", "uvloop", *(m for m in modules if ".test_" in m), worker.__name__])
@@ -96,14 +96,14 @@ class _Member:
         far_end.close()
 
     def send(self, *message: object) -> None:
-        """Send a message to the process. If the process is gone, the wait for its answer reports the loss."""
+        """Send a message to the process. If the process is gone, the later wait for its answer reports the loss."""
         try:
             self.pipe.send(message)
         except OSError:
             pass
 
     def died(self) -> str:
-        """Describe how the process ended, and include the text that it wrote to its file."""
+        """Describe how the process ended, with the text of the process's file."""
         self._process.join(STOP)
         return f"its process ended with {self._process.exitcode}\n{self._dump.read_text()}"
 
@@ -117,7 +117,7 @@ class _Member:
         return f"it does not answer:\n{self._dump.read_text()}"
 
     def end(self, deadline: float) -> int:
-        """Wait for the end of the process, and return its exit code; -9 if it had to be killed at the deadline."""
+        """Wait for the end of the process, and return its exit code; -9 if the process was killed at the deadline."""
         self._process.join(max(deadline - time.monotonic(), 0))
         self._process.kill()
         self._process.join()
@@ -132,7 +132,7 @@ class _Member:
 
 
 class _Conversation:
-    """The reader of the ranks' pipes during one check. It passes on the notes that the ranks send each other."""
+    """The reader of the ranks' pipes during one check, which forwards the notes between the ranks."""
 
     def __init__(self, members: list[_Member], deadline: float) -> None:
         self._members = members

@@ -17,9 +17,9 @@ from aiocomms.communicator.communicator import Communicator
 from aiocomms.testing.conformance.case import Case, CaseBoard, Outcome, Place
 
 TURNS = 100
-"""The number of turns of the loop, after a check, within which all works of the check should end."""
+"""The number of turns of the loop after a check. Within these turns, all works of the check should end."""
 LOOKS = 1000
-"""The number of further looks for pending works, one every millisecond."""
+"""The number of further looks for pending works, with one look per millisecond."""
 
 Check = Callable[..., Awaitable[None]]
 
@@ -29,7 +29,7 @@ class Request(NamedTuple):
 
     check: Check
     arguments: dict[str, Any]
-    """The arguments of the check beside ``comm`` and ``case``."""
+    """The arguments of the check besides ``comm`` and ``case``."""
     name: str
     """The name of the check with its arguments."""
     seed: int
@@ -43,7 +43,7 @@ class Reports(logging.Handler):
         self.texts: list[str] = []
 
     def install(self) -> None:
-        """Collect errors from the running asyncio loop, and from the log, which trio uses."""
+        """Collect errors from the running asyncio loop, and from the log. On trio, errors go to the log."""
         logging.getLogger("aiocomms").addHandler(self)
         loop = _asyncio_loop()
         if loop is not None:
@@ -62,7 +62,7 @@ class Reports(logging.Handler):
         self._add(context["message"], context.get("exception"))
 
     def take(self) -> str:
-        """Return the reports so far, and forget them."""
+        """Return the reports so far, and clear the list of reports."""
         text = "".join(f"reported to the loop: {text}" for text in self.texts)
         self.texts.clear()
         return text
@@ -84,7 +84,7 @@ class Rank:
         self._waiting = ""
         self._case: Case | None = None
         self.comm: Communicator | None = None
-        """The communicator, which stays open from check to check."""
+        """The communicator, which all checks use as long as they pass."""
 
     def prepare(self, store: Store, board: CaseBoard) -> None:
         """Prepare for another check."""
@@ -93,7 +93,7 @@ class Rank:
         self._waiting = ""
 
     async def run(self, request: Request) -> Outcome:
-        """Run a check, and verify that it leaves nothing behind."""
+        """Run a check, and verify that the check leaves nothing behind."""
         try:
             with self._scope:
                 return await self._run(request)
@@ -123,7 +123,7 @@ class Rank:
         self._scope.cancel()
 
     async def close(self) -> None:
-        """Close all communicators, whatever state they are in."""
+        """Close all communicators, in any state."""
         comms = self._comms()
         self.comm = self._case = None
         for comm in comms:
@@ -176,7 +176,7 @@ def other_tasks() -> set[str]:
 
 
 def with_leftovers(outcomes: list[Outcome], tasks: set[str], reported: str) -> list[Outcome]:
-    """Fail a check that has left tasks behind, or has caused errors that were reported to the loop."""
+    """Fail a check that has left tasks, or has caused errors that were reported to the loop."""
     text = (f"the check has left tasks behind: {tasks}\n" if tasks else "") + reported
     if not text:
         return outcomes

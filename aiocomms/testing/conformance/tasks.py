@@ -22,7 +22,7 @@ from aiocomms.testing.conformance.world import BACKENDS, GRACE, STOP, World
 _LOOKS = 12
 """The number of looks for threads and descriptors that a check has left: after 1 ms, 2 ms, 4 ms and so on."""
 _POOLS = ("AnyIO worker thread", "Trio thread")
-"""The names of threads that the loops keep for a while to use them again."""
+"""The names of threads that the loops keep for later use."""
 
 
 class Tasks(World):
@@ -61,7 +61,7 @@ class Tasks(World):
 
 
 class _Thread:
-    """A thread that runs one function after another."""
+    """A thread that runs functions, one after another."""
 
     def __init__(self) -> None:
         self._functions = queue.SimpleQueue[Callable[[], None] | None]()
@@ -70,7 +70,7 @@ class _Thread:
         self._thread.start()
 
     def run(self, function: Callable[[], None], timeout: float) -> bool:
-        """Run a function, and return whether it has ended in time."""
+        """Run a function, and return whether the function has ended in time."""
         self._functions.put(function)
         try:
             self._ended.get(timeout=timeout)
@@ -151,14 +151,14 @@ class _Run:
 
 
 class _Resources:
-    """The threads and descriptors of this process, to be compared with those at a later time."""
+    """The threads and descriptors of this process at one time, for a later comparison."""
 
     def __init__(self) -> None:
         self._threads = set(threading.enumerate())
         self._descriptors = _descriptors()
 
     def left(self) -> str:
-        """Wait at most 4 seconds until new threads and descriptors are gone, and describe those that remain."""
+        """Wait at most 4 seconds until new threads and descriptors are gone. Describe the remaining ones."""
         for look in range(_LOOKS):
             started = set(threading.enumerate()) - self._threads
             threads = [thread.name for thread in started if not thread.name.startswith(_POOLS)]

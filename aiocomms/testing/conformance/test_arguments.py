@@ -1,4 +1,4 @@
-"""Wrong arguments: the call raises an error that names the argument, sends nothing, and the next operation works."""
+"""Wrong arguments: the call sends nothing, and raises an error that names the argument. The next operation works."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ GOOD: dict[str, Callable[[Communicator], Arguments]] = {
     "gather_object": lambda c: {"obj": 1, "root": 0},
     "scatter_object": lambda c: {"objs": [1] * c.size, "root": c.rank},
 }
-"""Correct arguments of each operation. This rank is the root where the root has more arguments to check."""
+"""Correct arguments of each operation. This rank is the root if the root's arguments need more checks."""
 
 WRITTEN = {
     "tensor": {"broadcast", "all_reduce", "reduce", "scan", "exscan", "recv"},
@@ -86,7 +86,7 @@ WRITTEN = {
 
 
 class Subclass(torch.Tensor):
-    """A subclass of tensors, which may not own the memory that it shows."""
+    """A subclass of tensors, whose data may be in memory of another object."""
 
 
 def _resized(comm: Communicator) -> Tensor:
@@ -136,7 +136,7 @@ WRONG: dict[str, list[object]] = {
     "outputs": [3, "list", {}, torch.ones(2, 2)],
     "inputs": [3, "list", {}, torch.ones(2, 2)],
 }
-"""The values that are wrong for every parameter of a name."""
+"""The values that are wrong for every parameter with a given name."""
 
 
 def carried(comm: Communicator, name: str) -> bool:
@@ -165,7 +165,7 @@ def refuse(
 
 
 async def still_works(comm: Communicator, name: str) -> None:
-    """Use the communicator on all ranks, after one of them has used it wrongly."""
+    """Use the communicator on all ranks after one rank has made a wrong call."""
     total = torch.full((3,), comm.rank + 1.0, device=comm.device)
     await comm.all_reduce(total)
     assert (total == comm.size * (comm.size + 1) / 2).all(), f"after wrong calls of {name}: {total}"
@@ -212,7 +212,7 @@ def wrong_lists(comm: Communicator, parameter: str, written: bool) -> Iterator[t
 async def test_wrong_arguments_of_an_operation_are_refused_before_anything_is_sent(
     comm: Communicator, case: Case, name: str
 ) -> None:
-    """Only one rank makes the wrong calls: if these calls sent anything, the other ranks would notice."""
+    """Only one rank makes the wrong calls. If these calls sent anything, the other ranks would notice."""
     if carried(comm, name) and comm.rank == comm.size - 1:
         for wrong, parameter, error in wrong_calls(comm, name):
             refuse(comm, name, wrong, parameter, error)
@@ -283,7 +283,7 @@ async def test_arguments_that_contradict_each_other_are_refused_before_anything_
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_arguments_for_the_root_are_ignored_on_other_ranks(comm: Communicator, case: Case) -> None:
-    """Other ranks ignore the arguments that are for the root, whatever the values are, and return None as always."""
+    """Ranks other than the root ignore the root's arguments, whatever the values are, and return None."""
     mine, out = tensor(comm, COUNT), tensor(comm, COUNT)
     for root in range(comm.size):
         off = comm.rank != root
@@ -332,7 +332,7 @@ async def test_input_that_requires_grad_is_accepted(comm: Communicator, case: Ca
 
 @ranks(2)
 async def test_strides_of_a_tensor_of_at_most_one_element_are_accepted(comm: Communicator, case: Case) -> None:
-    """A tensor of at most one element is contiguous, whatever its strides: a slice keeps the strides of the whole."""
+    """A tensor of at most one element is contiguous with any strides. A slice keeps the strides of its base."""
     many = torch.arange(16.0, device=comm.device) + comm.rank
     odd = [many[1::2][:1], many.view(4, 4)[:1, ::4], torch.empty_strided((0, 3), (0, 0), device=comm.device)]
     odd += [many[8:].to(torch.int16)[::3][:1], torch.empty_strided((), (), device=comm.device).fill_(comm.rank)]

@@ -1,4 +1,4 @@
-"""Arrays in the place of tensors: arrays of NumPy, and of a library that has only DLPack."""
+"""Arrays in place of tensors: arrays of NumPy, and arrays of a library that supports only DLPack."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHAPE = (3, 2)
 class Foreign:
     """An array of a library that is neither torch nor NumPy.
 
-    The array can export its memory; the library cannot import other memory.
+    The array can export its memory, but the library cannot import other memory.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -86,7 +86,7 @@ FORMS: list[Any] = [
     (functional.all_to_all,),
 ]  # fmt: skip
 RESULTS = ("outputs", "output", "tensor")
-"""The parameters that an operation writes and returns. The first that it has is its result."""
+"""The parameters that an operation writes and returns. The first of them that an operation has is its result."""
 
 
 def each(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -207,7 +207,7 @@ async def test_broadcast_carries_every_numpy_dtype_and_shape(comm: Communicator,
 
 @ranks(2)
 async def test_read_only_array_is_accepted_as_input_and_refused_as_output(comm: Communicator, case: Case) -> None:
-    """A read-only array may only be an argument that the operation does not write."""
+    """A read-only array is refused as an argument that the operation writes."""
     KINDS[0].need(comm)
     case.need("p2p")
     fixed = np.full(4, comm.rank, np.float32)
@@ -311,7 +311,7 @@ async def test_functional_forms_return_the_library_of_their_input(
 @ranks(2)
 @kinds
 async def test_array_is_kept_alive_until_its_operation_ends(comm: Communicator, case: Case, kind: ArrayLibrary) -> None:
-    """A withdrawn op also keeps its array alive, and leaves the content unchanged."""
+    """A withdrawn op also keeps its array alive, and does not change the content."""
     kind.need(comm)
     case.need("p2p")
     for end in ("message", "cancel"):

@@ -1,4 +1,4 @@
-"""Receives from any rank, and probes: content, order, precedence, and the messages that they leave for others."""
+"""Receives from any rank, and probes: content, order, precedence, and the messages that they do not take."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aiocomms.testing.conformance.case import Case, ranks
 
 SHAPE = (6,)
 SIZES = (0, 5, 40_009)
-"""Numbers of elements: none, few that are sent before their receive, and many that wait for it."""
+"""Numbers of elements: none; few, which are sent before the receive; and many, which wait for the receive."""
 ROUNDS = 4
 
 
@@ -188,7 +188,7 @@ async def test_recv_message_whose_into_fails_leaves_the_message(comm: Communicat
 @ranks(3)
 @pytest.mark.parametrize("first", ["named", "any"])
 async def test_recv_from_a_named_rank_precedes_recv_any(comm: Communicator, case: Case, first: str) -> None:
-    """The receive from a named rank takes that rank's message, whichever receive was called first.
+    """The receive from a named rank takes that rank's message, even if the other receive was called first.
 
     The other receive takes the next message.
     """
@@ -284,7 +284,7 @@ async def test_recv_any_of_another_size_fails_and_the_next_message_arrives(
 
 @ranks(2)
 async def test_recv_any_matches_no_object_and_no_message_of_another_lane(comm: Communicator, case: Case) -> None:
-    """A receive from any rank takes messages of its own lane only, and no object."""
+    """A receive from any rank takes only messages of its own lane, and never an object."""
     case.need_arrivals()
     views: list[Any] = [comm, comm.lane("a"), comm.lane(7)]
     if comm.rank:

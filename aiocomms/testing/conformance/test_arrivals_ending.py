@@ -41,7 +41,7 @@ async def send_when_told(comm: Communicator, case: Case, note: str = "given up")
 
 
 async def expect_all(comm: Communicator, case: Case, note: str = "given up") -> None:
-    """Do rank 0's part: later receives get the messages of the other ranks, and no message is lost."""
+    """Do rank 0's part: check that later receives get all messages of the other ranks."""
     case.tell(note)
     sources = []
     for _ in range(comm.size - 1):
@@ -172,7 +172,7 @@ async def test_recv_any_past_its_deadline_fails_alone(comm: Communicator, case: 
 
 @ranks(3)
 async def test_recv_any_fails_only_if_all_its_sources_have_closed(comm: Communicator, case: Case) -> None:
-    """An op with an open source goes on. If all its sources have closed, an op fails, and so does a later call."""
+    """An op goes on while one of its sources is open. If all sources have closed, the op and later calls fail."""
     case.need_arrivals()
     other = await case.open("other")
     await other.barrier()

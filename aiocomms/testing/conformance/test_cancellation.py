@@ -1,6 +1,6 @@
-"""Cancellation of an await and withdrawal of a receive. The rule: an operation either has happened, or it has not.
+"""Cancellation of an await, and withdrawal of a receive. An operation happens completely, or not at all.
 
-The order of the ranks is never left to the scheduler: a rank that must be second waits for a note of the first.
+The checks fix the order of the ranks: a rank that must be second waits for a note of the first rank.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ async def test_cancel_of_recv_that_races_with_its_message_loses_none(
 @pytest.mark.memory
 @ranks(2)
 async def test_awaiter_cancelled_as_the_recv_completes_loses_no_message(comm: Communicator, case: Case) -> None:
-    """The awaiter is cancelled after the end of the op and before it resumes: the message is not lost."""
+    """The awaiter is cancelled after the end of the op, but before the awaiter resumes. The message is not lost."""
     case.need("p2p")
     contents = [case.bits(torch.int32, SHAPE, i) for i in range(2)]
     if comm.rank == 0:
@@ -261,7 +261,7 @@ async def test_cancelled_send_delivers_the_whole_message(comm: Communicator, cas
 @pytest.mark.memory
 @ranks(2, 3, more=(7,))
 async def test_cancelled_collective_completes_on_all_ranks(comm: Communicator, case: Case) -> None:
-    """One rank's await is cancelled before other ranks call: this collective and the next one complete on all ranks."""
+    """One rank's await is cancelled before other ranks call. This collective and the next complete on all ranks."""
     for victim in range(comm.size):
         content = case.numbers(torch.int64, SHAPE, victim, comm.rank)
         want = sum(case.numbers(torch.int64, SHAPE, victim, r) for r in range(comm.size))
@@ -365,7 +365,7 @@ async def test_cancelling_200_recvs_leaves_the_next_message_intact(comm: Communi
 async def test_random_cancellation_on_all_ranks_loses_no_data(comm: Communicator, case: Case) -> None:
     """Awaits are cancelled at any point of a collective and an exchange.
 
-    No data is lost, and later operations are right.
+    No data is lost, and later operations have right results.
     """
     case.need_any_order()
     draw = random.Random(f"{case.seed} {comm.rank}")

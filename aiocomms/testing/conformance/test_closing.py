@@ -1,4 +1,4 @@
-"""Close and abort: pending operations end, the peers learn the reason, later calls raise it, and nothing leaks."""
+"""Close and abort: pending operations end, peers get the reason, later calls raise it as an error, nothing leaks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ones(comm: Communicator) -> torch.Tensor:
 
 @contextlib.contextmanager
 def no_grace() -> Iterator[None]:
-    """Make the grace time of a close endless, so that a close hangs if it waits until the grace time is over."""
+    """Make the grace time of a close endless, so that a close hangs if the close waits for the end of that time."""
     core.CLOSE_GRACE = math.inf
     try:
         yield
@@ -290,7 +290,7 @@ async def test_abort_with_nothing_pending_reaches_the_peers(comm: Communicator, 
 @pytest.mark.loops
 @ranks(2)
 async def test_exception_in_the_context_aborts_the_communicator(comm: Communicator, case: Case) -> None:
-    """The peers may be waiting for operations that this rank will never call."""
+    """The communicator is aborted, because peers may wait for operations that this rank will never call."""
     other = await case.open("other")
     if comm.rank == 0:
         await case.told("waiting", 1)

@@ -41,7 +41,7 @@ async def check(name: str, setting: Setting, trial: Trial) -> None:
 
 
 async def check_all(name: str, comm: Communicator, case: Case, settings: Iterable[Setting]) -> None:
-    """Start all trials at once, then check them in the same order."""
+    """Start all trials at once, then check the trials in the same order."""
     started = [(setting, start(name, comm, case, setting)) for setting in settings]
     for setting, trial in started:
         if trial is not None:
@@ -49,7 +49,7 @@ async def check_all(name: str, comm: Communicator, case: Case, settings: Iterabl
 
 
 def share(settings: list[Setting], dtype: torch.dtype, size: int) -> list[Setting]:
-    """Choose only some of the settings if there are many ranks, to save time. The choice varies with the dtype."""
+    """Choose only some of the settings if there are many ranks, to save time. The choice depends on the dtype."""
     step = max(1, size // 2)
     return settings[data.ALL_DTYPES.index(dtype) % step :: step]
 
@@ -203,7 +203,7 @@ async def test_reduce_scatter_in_place_writes_only_its_output(comm: Communicator
 async def test_concurrent_calls_of_one_collective_match_in_call_order(
     comm: Communicator, case: Case, name: str
 ) -> None:
-    """The order of the calls is the same on all ranks; the order of the awaits is not."""
+    """The order of the calls is the same on all ranks, but the order of the awaits differs."""
     settings = [Setting(torch.int32, (n,), n % comm.size, ReduceOp.BXOR, n) for n in range(10)]
     started = [(setting, EVERY[name](comm, case, setting)) for setting in settings]
     random.Random(f"{case.seed} {case.name} {comm.rank}").shuffle(started)
@@ -271,7 +271,7 @@ async def test_synchronising_collective_completes_after_every_rank_has_called(
 @pytest.mark.memory
 @ranks(2, 3, 7)
 async def test_broadcast_completes_on_the_root_before_others_call(comm: Communicator, case: Case) -> None:
-    """The root's broadcast does not depend on ranks that call late; these get the data when they call."""
+    """The root's broadcast does not wait for ranks that call late. These ranks get the data when they call."""
     contents = [case.bits(torch.int16, (6,), root) for root in range(comm.size)]
     for root, content in enumerate(contents):
         slot = case.full(content) if comm.rank == root else case.empty(torch.int16, (6,))

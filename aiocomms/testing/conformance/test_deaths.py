@@ -1,4 +1,4 @@
-"""Deaths: the transport reports each rank that has died, and no rank that lives."""
+"""Deaths: the transport reports each dead rank, and no living rank."""
 
 from __future__ import annotations
 

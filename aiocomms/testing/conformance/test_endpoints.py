@@ -1,4 +1,4 @@
-"""Endpoints: two processes connect by an address, and open memory to each other by descriptors."""
+"""Endpoints: two processes connect by an address. With descriptors, each process can access memory of the other."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ async def test_revoked_region_completes_pending_ops_and_refuses_new_ones(comm: C
 async def test_leased_blocks_are_read_filled_and_given_back(comm: Communicator, case: Case) -> None:
     """Rank 0 reads and fills leased blocks, whole and in part.
 
-    One hand-over of a block is cancelled, and another is dropped.
+    One hand-over of a block is cancelled, and another hand-over is dropped.
     """
     if comm.device.type != "cpu":
         raise unittest.SkipTest("pools are on the CPU")
@@ -213,7 +213,7 @@ async def test_leased_blocks_are_read_filled_and_given_back(comm: Communicator, 
 
 
 async def use_leases(comm: Communicator, here: Endpoint, content: torch.Tensor) -> None:
-    """Do rank 0's part: use each lease that rank 1 hands over, as its ``meta`` says."""
+    """Do rank 0's part: use each lease from rank 1. The ``meta`` of a lease tells how."""
     leases = here.handed()
     async with await anext(leases) as handed:
         assert (handed.meta, len(handed)) == ("read", 3)
@@ -292,7 +292,7 @@ async def test_region_refuses_access_beyond_its_rights_and_bounds(comm: Communic
 @pytest.mark.memory
 @ranks(2)
 async def test_forged_foreign_or_expired_descriptor_raises_region_error(comm: Communicator, case: Case) -> None:
-    """Forged, foreign and expired descriptors are refused, and so are values that are no descriptors."""
+    """Forged, foreign and expired descriptors are refused, and also values that are not descriptors."""
     async with connected(comm, case) as (here, peer):
         slot = case.full(torch.zeros(8))
         if comm.rank == 1:

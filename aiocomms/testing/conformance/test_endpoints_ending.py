@@ -59,7 +59,7 @@ async def test_peer_close_ends_the_connection_on_both_sides(comm: Communicator, 
 
 @ranks(2)
 async def test_connections_that_are_never_accepted_release_their_resources(comm: Communicator, case: Case) -> None:
-    """An endpoint keeps few of the connections that are never accepted, and releases the resources of the others."""
+    """An endpoint keeps only a few connections that the program never accepts, and releases the others."""
     async with connected(comm, case) as (here, peer):
         for _ in range(25):
             async with open_endpoint(case.place.transport, case.place.device, timeout=case.place.deadline) as other:
@@ -120,7 +120,7 @@ async def test_idle_endpoint_never_wakes_the_loop(comm: Communicator, case: Case
 @pytest.mark.clock
 @ranks(2)
 async def test_attach_to_an_unresponsive_peer_times_out_alone(comm: Communicator, case: Case) -> None:
-    """The attach misses its deadline and fails alone. The connection stays usable."""
+    """The attach misses its deadline, and only the attach fails. The connection stays usable."""
     case.need_processes()
     async with connected(comm, case) as (here, peer):
         if comm.rank == 1:

@@ -1,4 +1,4 @@
-"""Lanes: collectives and messages of one key match each other, in whatever order the ranks call lanes."""
+"""Lanes: collectives and messages of the same key match each other, even if ranks call lanes in different orders."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ KEYS = (
     "x" * 5000,
 )
 SHORT = 0.2
-"""A deadline that passes, in seconds."""
+"""A deadline in seconds, which passes during the check."""
 
 
 def number(comm: Communicator, value: float, count: int = 3) -> Tensor:
@@ -49,7 +49,7 @@ def number(comm: Communicator, value: float, count: int = 3) -> Tensor:
 
 
 async def reduced(comm: Any, value: float, count: int = 3) -> None:
-    """Check an all_reduce to which rank ``r`` gives ``value + r``."""
+    """Check an all_reduce in which rank ``r`` contributes ``value + r``."""
     tensor = await comm.all_reduce(number(comm, value + comm.rank, count))
     want = comm.size * value + comm.size * (comm.size - 1) // 2
     assert tensor.tolist() == [want] * count, f"{tensor[:3]} of {comm!r}, wanted {want}"
@@ -96,7 +96,7 @@ async def test_lanes_awaited_in_another_order_on_each_rank_never_deadlock(comm: 
 
 
 def hash_of(key: object) -> int:
-    """Return a small number that differs from key to key, the same on all ranks."""
+    """Return a small number for a key: different for each key, and the same on all ranks."""
     return KEYS.index(key) if key in KEYS else sum(map(ord, str(key)))
 
 
@@ -114,7 +114,7 @@ async def test_keys_of_different_types_are_different_lanes(comm: Communicator, c
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_equal_keys_name_one_lane(comm: Communicator, case: Case) -> None:
-    """The lane is the same, whether a rank makes a new view for each call or keeps its first view."""
+    """A rank that makes a new view for each call uses the same lane as a rank that keeps its first view."""
     case.need_any_order()
     kept = comm.lane("one")
     for i in range(5):
@@ -159,7 +159,7 @@ async def test_collectives_of_the_communicator_keep_their_order_beside_lanes(com
 @pytest.mark.loops
 @ranks(2, more=(3,))
 async def test_cancelled_awaiter_leaves_the_lanes_order_intact(comm: Communicator, case: Case) -> None:
-    """A cancelled await stops no collective: the lane's next collective matches the next one on all ranks."""
+    """A cancelled await does not stop a collective, so the lane's next collectives match on all ranks."""
     case.need_any_order()
     lane = comm.lane("late")
     if comm.rank == 0:
@@ -228,7 +228,7 @@ async def test_batches_and_objects_of_lanes_stay_apart(comm: Communicator, case:
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_ops_of_a_task_use_its_current_lane(comm: Communicator, case: Case) -> None:
-    """The called functions name no lane. Requests interleave differently on each rank, and their results stay apart."""
+    """The called functions name no lane. Requests interleave differently on each rank, but their results do not mix."""
     case.need_any_order()
     other = await case.open("other")
 

@@ -1,4 +1,4 @@
-"""Lanes that one rank aborts: they end on all ranks, and the communicator and its other lanes go on."""
+"""Lanes that one rank aborts: these lanes end on all ranks, and the communicator and its other lanes go on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aiocomms.testing.conformance.case import Case, ranks
 from aiocomms.testing.conformance.test_lanes import number, reduced, shuffled
 
 LARGE = 40_000
-"""Elements of a tensor that no transport sends before its receive."""
+"""The elements of a tensor that no transport sends before the matching receive."""
 
 
 async def goes_on(comm: Communicator, case: Case) -> None:
@@ -76,7 +76,7 @@ async def test_exception_that_leaves_the_lane_block_aborts_the_lane(comm: Commun
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_task_cancelled_in_the_lane_block_aborts_the_lane(comm: Communicator, case: Case) -> None:
-    """The request ends on the other ranks, too, as it must when a client disconnects."""
+    """The request also ends on the other ranks, as is necessary when a client disconnects."""
     case.need_any_order()
     others = range(1, comm.size)
     if comm.rank == 0:
@@ -174,7 +174,7 @@ async def test_lane_abort_from_another_thread_ends_the_lane(comm: Communicator, 
 
 @ranks(3, more=(2,))
 async def test_failing_requests_leave_other_lanes_right(comm: Communicator, case: Case) -> None:
-    """Every fifth request fails on one rank, before one of its collectives; all other requests get right results."""
+    """Every fifth request fails on one rank, before one of its collectives. All other requests get right results."""
     case.need_any_order()
     same = random.Random(case.seed)
     plan = {key: (same.randrange(comm.size), same.randrange(4)) for key in range(0, 60, 5)}

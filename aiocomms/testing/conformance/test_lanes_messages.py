@@ -1,4 +1,4 @@
-"""Messages of lanes: each matches those of its own lane and tag, in the order in which they were sent."""
+"""Messages of lanes: a message matches only receives of its lane and tag, in the order of the sends."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from aiocomms.testing.conformance.case import Case, ranks
 from aiocomms.testing.conformance.test_lanes import number, shuffled
 
 ALIKE = (18868, 23721, 50482, 61701)
-"""Two keys whose lanes have numbers that agree in their last 32 bits, and two that agree in all other bits."""
+"""Four keys of lanes.
+
+The numbers of the first two lanes agree in the last 32 bits; the others agree in all other bits.
+"""
 
 
 @ranks(2)
 async def test_lanes_whose_keys_share_tag_bits_stay_apart(comm: Communicator, case: Case) -> None:
-    """A transport that shortens tags would mix these lanes."""
+    """A transport that shortens tags would mix messages of these lanes."""
     case.need_any_order()
     numbers = [number_of(key) for key in ALIKE]
     assert (numbers[0] - numbers[1]) % 2**32 == 0 and numbers[2] >> 32 == numbers[3] >> 32, f"{numbers} are not alike"

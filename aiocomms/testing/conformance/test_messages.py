@@ -1,4 +1,4 @@
-"""Messages between two ranks: content, tags and the order of matching, sizes that differ, many at once, batches."""
+"""Messages between two ranks: content, tags, order of matching, wrong sizes, many messages at once, batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aiocomms.testing.conformance.case import Case, ranks, refusable
 HUGE = (1_250_003,)
 
 TAGS = (0, 1, -1, 255, 256, 65_535, 65_536, 65_537, -65_536, 2**31 - 1, -(2**31), 2**30, -(2**30))
-"""Tags. Some would be equal if a transport cut them to fewer than 32 bits, or dropped their sign."""
+"""Tags. Some tags would be equal if a transport used fewer than 32 bits of a tag, or dropped the sign."""
 
 
 def neighbours(comm: Communicator) -> tuple[int, int]:
@@ -101,7 +101,7 @@ async def test_messages_of_one_tag_arrive_in_order(comm: Communicator, case: Cas
 @ranks(2)
 @pytest.mark.parametrize("early", ["send", "recv"])
 async def test_recv_matches_by_tag_in_any_posting_order(comm: Communicator, case: Case, early: str) -> None:
-    """Receives match messages by tag, in whatever order sends and receives are posted."""
+    """Receives match messages by tag, even if sends and receives are posted in different orders."""
     case.need_any_order()
     tags = list(TAGS)
     random.Random(f"{case.seed} {comm.rank}").shuffle(tags)
@@ -121,7 +121,7 @@ async def test_recv_matches_by_tag_in_any_posting_order(comm: Communicator, case
 
 @ranks(3, more=(4, 7))
 async def test_recv_matches_by_source_rank(comm: Communicator, case: Case) -> None:
-    """Many senders use one tag: each receive takes the message of the rank that it names."""
+    """Many senders use one tag. Each receive takes the message of the rank that the receive names."""
     case.need_any_order()
     if comm.rank:
         await comm.send(case.full(case.bits(torch.int32, (4,), comm.rank)).tensor, 0, 3)

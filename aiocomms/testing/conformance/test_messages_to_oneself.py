@@ -1,4 +1,4 @@
-"""Messages of a rank to itself: the rules for messages to other ranks hold for them, on every transport."""
+"""Messages of a rank to itself, which follow the rules for messages to other ranks, on every transport."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHAPE = (6,)
 SHORT = 0.1
 """A deadline, in seconds."""
 LARGE = 40_009
-"""Elements of a tensor that no transport sends before its receive."""
+"""The elements of a tensor that no transport sends before the matching receive."""
 
 
 def can(comm: Communicator, case: Case) -> bool:
@@ -88,7 +88,7 @@ async def test_self_recv_matches_by_tag_in_order(comm: Communicator, case: Case)
 
 @ranks(1, 3, more=(2,))
 async def test_self_send_matches_no_recv_from_another_rank_or_lane(comm: Communicator, case: Case) -> None:
-    """Messages from this rank, from other ranks, of lanes and of objects share one tag, and do not mix."""
+    """Messages from this rank, from other ranks, of lanes and of objects use the same tag, and do not mix."""
     if not can(comm, case):
         return
     right, left = neighbours(comm)
@@ -133,7 +133,7 @@ async def test_object_sent_to_self_arrives_as_a_copy(comm: Communicator, case: C
 
 @ranks(3, more=(1, 2))
 async def test_batch_to_all_ranks_includes_this_rank(comm: Communicator, case: Case) -> None:
-    """An exchange of every rank with every rank needs no special case for this rank."""
+    """This rank is no special case in an exchange of every rank with every rank."""
     if not can(comm, case):
         return
     slots = [case.empty(torch.float32, (r + 2,)) for r in range(comm.size)]
@@ -228,7 +228,7 @@ async def test_self_recv_is_withdrawn_by_cancel_task_or_deadline(comm: Communica
 
 @ranks(2, more=(1,))
 async def test_cancelled_awaiter_leaves_self_send_and_batch_pending(comm: Communicator, case: Case) -> None:
-    """The cancellation withdraws neither a send nor a batch."""
+    """The cancellation does not withdraw a send or a batch."""
     if not can(comm, case):
         return
     slots = [case.empty(torch.int32, SHAPE) for _ in range(2)]
@@ -248,7 +248,7 @@ async def test_cancelled_awaiter_leaves_self_send_and_batch_pending(comm: Commun
 @pytest.mark.clock
 @ranks(2, more=(1,))
 async def test_self_send_past_its_deadline_loses_the_communicator(comm: Communicator, case: Case) -> None:
-    """The late send loses the communicator, and the error names the rank for which the send has waited."""
+    """The late send ends the communicator. The error names the rank for which the send has waited."""
     if not can(comm, case):
         return
     if comm.rank:
@@ -275,7 +275,7 @@ async def test_abort_fails_pending_self_messages(comm: Communicator, case: Case)
 
 @ranks(2, more=(1,))
 async def test_close_ends_unmatched_self_messages_at_once(comm: Communicator, case: Case) -> None:
-    """An op that nothing has matched ends at once: no rank is left that could match it."""
+    """An unmatched op ends at once, because no rank is left that could match the op."""
     if not can(comm, case):
         return
     other = await case.open("other")

@@ -1,4 +1,4 @@
-"""Ranks that disagree on an operation: every rank gets an error, and none gets wrong data."""
+"""Ranks that disagree on an operation: every rank gets an error, and no rank gets wrong data."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def test_collectives_called_in_swapped_order_raise_mismatch_error(comm: Co
 
 
 def need_comparison(case: Case) -> None:
-    """Skip the check if neither transport nor core compares the operations of the ranks."""
+    """Skip the check if the ranks' operations are compared neither by the transport nor by the core."""
     if not case.native(ops.AllReduce):
         raise unittest.SkipTest("collectives made of messages do not compare what the ranks do")
     if not case.capabilities("collectives").detects_mismatch:
@@ -125,7 +125,7 @@ def call(comm: Communicator, start: Call) -> Work[object] | None:
 async def test_recv_of_another_dtype_raises_mismatch_error(
     comm: Communicator, case: Case, early: str, count: int
 ) -> None:
-    """A message of another dtype is an error even if it has the same size in bytes, as float32 and int32 have."""
+    """A message of another dtype is an error, even if the dtypes have the same size, such as float32 and int32."""
     case.need("p2p")
     if (comm.rank == 0) != (early == "send"):
         await case.told("posted", 1 - comm.rank)

@@ -59,7 +59,7 @@ async def test_objects_arrive_equal(comm: Communicator, case: Case) -> None:
 
 @ranks(2)
 async def test_objects_match_by_tag_in_order(comm: Communicator, case: Case) -> None:
-    """Short and long objects do not overtake each other, and match by tag."""
+    """Short and long objects match by tag, and do not overtake each other."""
     case.need_any_order()
     values = [(tag, f"{tag} {i}" * (1 + 400 * (i % 2))) for i in range(10) for tag in (0, 7, -7)]
     if comm.rank == 0:
@@ -150,7 +150,7 @@ async def test_large_tensors_bytes_and_texts_in_an_object_arrive_in_new_memory(c
 async def test_recv_object_with_pickle_refuses_a_plain_object_and_takes_its_messages(
     comm: Communicator, case: Case
 ) -> None:
-    """The receive still takes the messages of the object, so that the sender's work ends."""
+    """The receive still takes all messages of the object, so that the sender's work ends."""
     case.need("p2p")
     if comm.rank == 0:
         await comm.send_object({"t": torch.ones(100_000)}, 1)

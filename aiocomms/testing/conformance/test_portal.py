@@ -1,4 +1,4 @@
-"""Operations without a loop: on a portal in another thread, and on a communicator of a synchronous program."""
+"""Operations without an event loop: by a portal in another thread, and by a communicator of a synchronous program."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Body = Callable[[Portal, Case], None]
 
 
 async def in_thread(body: Body, form: str, comm: Communicator, case: Case) -> None:
-    """Run a synchronous check in a thread, with a portal or with a communicator of its own."""
+    """Run a synchronous check in a thread, with a portal or with a new communicator."""
     await anyio.to_thread.run_sync(functools.partial(_with_portal if form == "portal" else _alone, body, comm, case))
 
 
@@ -53,7 +53,7 @@ def _alone(body: Body, comm: Communicator, case: Case) -> None:
 
 
 def synchronous(body: Body) -> Any:
-    """Turn a synchronous function into a check that runs once with a portal and once with a communicator of its own."""
+    """Turn a synchronous function into a check, which runs once with a portal and once with a new communicator."""
 
     @functools.wraps(body)
     async def check(comm: Communicator, case: Case, form: str) -> None:
@@ -362,7 +362,7 @@ async def test_portal_wait_raises_on_a_lane_abort(comm: Communicator, case: Case
 async def test_portal_closed_during_a_wait_raises_in_the_waiting_thread(
     comm: Communicator, case: Case, form: str
 ) -> None:
-    """The waiting thread gets an error, and so does every later call."""
+    """The waiting thread gets an error. Every later call raises an error, too."""
     case.need("p2p")
 
     def body(own: Portal, case: Case) -> None:

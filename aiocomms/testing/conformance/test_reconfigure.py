@@ -11,7 +11,7 @@ from aiocomms.testing.conformance.case import Case, ranks
 
 SHAPE = (6,)
 LATE = 0.3
-"""A deadline that passes, in seconds."""
+"""A deadline in seconds, which passes during the check."""
 
 
 async def works(comm: Communicator) -> None:

@@ -1,4 +1,4 @@
-"""Prefix reductions: the result of each rank, also of rank 0, in lanes and threads, with deadlines and cancellation."""
+"""Prefix reductions: the results of all ranks, also in lanes and threads, with deadlines and cancellation."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ async def test_scan_past_its_deadline_aborts_the_communicator(comm: Communicator
 async def test_scan_whose_ranks_disagree_loses_the_communicator_on_all_ranks(
     comm: Communicator, case: Case, what: str
 ) -> None:
-    """The last rank calls another op. The ranks before the last rank need no data from it, and still get the error."""
+    """The last rank calls another op. The other ranks need no data from the last rank, but still get the error."""
     if what == "operation" and not case.native(ops.Scan):
         raise unittest.SkipTest("collectives made of messages compare sizes and dtypes alone")
     tensor = torch.ones(6 + (what == "size" and comm.rank), device=comm.device)

@@ -1,4 +1,4 @@
-"""Communicators over some of the ranks."""
+"""Communicators of some of the ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def split(comm: Communicator, case: Case, ranks: list[int], name: str | No
 
 
 async def check_sum(comm: Communicator, members: list[int]) -> None:
-    """Verify that a child's collective reaches its members and no other rank."""
+    """Verify that a child's collective reaches only the members of the child."""
     tensor = torch.tensor([2 ** members[comm.rank]], device=comm.device)
     await comm.all_reduce(tensor)
     assert tensor.item() == sum(2**r for r in members), f"{members}: {tensor}"
@@ -45,7 +45,7 @@ async def test_split_with_all_ranks_forms_an_equal_communicator(comm: Communicat
 @pytest.mark.core
 @ranks(2)
 async def test_split_takes_timeout_and_hints_of_its_own_or_the_parents(comm: Communicator, case: Case) -> None:
-    """The defaults are the values with which the parent was formed.
+    """The defaults are the values with which the program opened the parent.
 
     A wrong value is refused before anything is sent.
     """

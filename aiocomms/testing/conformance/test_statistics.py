@@ -1,4 +1,4 @@
-"""The statistics of a communicator: they add up, whatever transport carries its ops."""
+"""The statistics of a communicator, whose numbers add up with every transport."""
 
 from __future__ import annotations
 

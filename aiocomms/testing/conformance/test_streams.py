@@ -58,7 +58,10 @@ async def test_stream_carries_any_shape_and_dtype_both_ways(comm: Communicator, 
 @ranks(2)
 @pytest.mark.parametrize("capacity", [1, 2, 8])
 async def test_stream_send_waits_until_the_receiver_has_room(comm: Communicator, case: Case, capacity: int) -> None:
-    """A sender sends as many tensors as the other end can hold, and one more when the receiver takes one."""
+    """A sender sends as many tensors as the other end can hold.
+
+    When the receiver takes a tensor, the sender sends one more.
+    """
     stream = await opened(comm, case, capacity)
     sent: list[int] = []
 
@@ -93,7 +96,7 @@ async def talk(comm: Communicator) -> None:
 @pytest.mark.core
 @ranks(2)
 async def test_send_eof_ends_one_direction_after_all_items(comm: Communicator, case: Case) -> None:
-    """One direction ends and the other stays open; tensors sent before the end still arrive."""
+    """One direction ends, and the other stays open. Tensors that were sent before the end still arrive."""
     stream = await opened(comm, case)
     if comm.rank == 0:
         for i in range(5):
@@ -197,7 +200,7 @@ async def test_stream_carries_mappings_and_dataclasses_both_ways(comm: Communica
 @pytest.mark.core
 @ranks(2)
 async def test_stream_send_waits_for_room_in_bytes(comm: Communicator, case: Case) -> None:
-    """An item that is larger than the whole room travels alone."""
+    """An item that is larger than the receiver's limit is sent alone."""
     case.need("p2p")
     stream = await comm.open_stream(1 - comm.rank, 100, "bytes", capacity_bytes=1000)
     sizes = (600, 400, 1, 5000, 1)
@@ -283,7 +286,7 @@ async def test_cancelled_stream_send_delivers_a_whole_item_or_none(comm: Communi
 @pytest.mark.core
 @ranks(2)
 async def test_streams_match_by_name_and_order_of_opening(comm: Communicator, case: Case) -> None:
-    """Streams are matched by name; streams of one name are paired in the order in which they are opened."""
+    """Streams match by name. Streams of the same name match in the order in which they are opened."""
     streams = [await opened(comm, case, 4, name) for name in ("a", "b", "a", "")]
     for turn in range(3):
         for i in reversed(range(4)):

@@ -1,4 +1,4 @@
-"""The deadlines of operations, which differ from the timeouts of tasks that await them."""
+"""The deadlines of operations, which are independent of timeouts around an ``await``."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def ones(comm: Communicator) -> torch.Tensor:
 
 
 async def expect_timeout(otherwise: float | None, start: Callable[[], Work[Any]]) -> CommTimeoutError:
-    """Start an operation with its own deadline, and verify that it fails by this deadline.
+    """Start an operation with its own deadline, and verify that the operation fails when this deadline passes.
 
-    :param otherwise: the deadline, far in the future, of the communicator's operations without a deadline of their own.
+    :param otherwise: the communicator's default deadline, which is far in the future.
     """
     began = time.monotonic()
     with pytest.raises(CommTimeoutError) as caught:
@@ -118,7 +118,7 @@ async def test_late_collective_aborts_the_communicator_on_all_ranks(comm: Commun
 @ranks(2)
 @pytest.mark.parametrize("first", ["the deadline", "an abort", "either"])
 async def test_first_reason_of_abort_or_deadline_stays(comm: Communicator, case: Case, first: str) -> None:
-    """Works and later calls agree on the reason, whether a deadline or an abort comes first, or both at once."""
+    """Works and later calls have the same reason if a deadline or an abort comes first, or if both come at once."""
     if comm.rank == 1:
         await case.told("lost", 0)
         return
@@ -147,7 +147,10 @@ async def test_first_reason_of_abort_or_deadline_stays(comm: Communicator, case:
 @pytest.mark.memory
 @ranks(3, more=(2,))
 async def test_late_collective_names_the_missing_rank(comm: Communicator, case: Case) -> None:
-    """All ranks but the last call the collective. The error names the missing rank, if the transport knows it."""
+    """All ranks but the last call the collective.
+
+    The error names the missing rank, if the transport knows this rank.
+    """
     if not case.native(ops.Barrier) or case.carrier("collectives").waiting_for is Transport.waiting_for:
         raise unittest.SkipTest(f"{case.place.transport} cannot tell which ranks an operation waits for")
     last = comm.size - 1
@@ -302,7 +305,7 @@ async def test_op_without_a_deadline_fails_when_the_communicator_aborts(comm: Co
 @pytest.mark.loops
 @ranks(2)
 async def test_abandoned_await_leaves_the_collective_pending(comm: Communicator, case: Case) -> None:
-    """A task that stops awaiting a collective does not affect the collective."""
+    """A collective continues if a task stops awaiting it."""
     slot = case.full(case.numbers(torch.int32, SHAPE, comm.rank))
     if comm.rank == 0:
         work = comm.all_reduce(slot.tensor)

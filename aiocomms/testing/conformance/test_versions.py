@@ -1,4 +1,4 @@
-"""Autograd learns of every write, so that it refuses a gradient that needs an overwritten value."""
+"""Autograd is told of every write, so that autograd refuses a gradient that needs an overwritten value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aiocomms.testing.conformance.case import Case, ranks
 from aiocomms.testing.conformance.test_arguments import GOOD, WRITTEN, carried
 
 LARGE = 2**18
-"""A large number of elements, which a transport may carry in another way than a small one."""
+"""A large number of elements. A transport may send so many elements in another way than a few."""
 
 
 def tensors(args: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Windows: memory that other ranks write, read and update atomically without its owner's help."""
+"""Windows: memory that other ranks write, read, and update atomically, without help of the owner."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ async def test_window_calls_of_one_rank_take_effect_in_call_order(comm: Communic
 async def test_put_up_to_the_last_element_succeeds_and_beyond_it_is_refused(comm: Communicator, case: Case) -> None:
     """Ranks expose parts of different sizes.
 
-    A put to the last element and an empty put succeed; a put beyond the part fails.
+    A put to the last element succeeds, and also an empty put. A put beyond the part fails.
     """
     sizes = [5 * r for r in range(comm.size)]
     slot, win = await window(comm, case, torch.int16, sizes[comm.rank])
@@ -374,7 +374,7 @@ async def test_write_to_a_mapped_window_reaches_its_owner(comm: Communicator, ca
 
 @ranks(1, 3)
 async def test_mapped_tells_whether_map_remote_tensor_succeeds(comm: Communicator, case: Case) -> None:
-    """A rank can map its own part. The answer of ``mapped`` is right for every part."""
+    """A rank can map its own part of a window. The result of ``mapped`` is right for every part."""
     slot, win = await window(comm, case, torch.int32, 4)
     assert win.mapped(comm.rank)
     for rank in range(comm.size):

@@ -1,4 +1,4 @@
-"""``Work``, the handle of an operation: awaited by many tasks, queried, with callbacks, and blocking waits."""
+"""``Work``, the handle of an operation: awaits by many tasks, queries, callbacks, and blocking waits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from aiocomms.transport import Transport
 
 SHAPE = (6,)
 LARGE = 2**18
-"""A large number of elements, which a transport may carry in another way than a small one."""
+"""A large number of elements. A transport may send so many elements in another way than a few."""
 
 
 def ones(comm: Communicator) -> torch.Tensor:
@@ -132,7 +132,7 @@ async def test_done_callback_runs_once_on_the_loop_after_the_op(comm: Communicat
 @pytest.mark.core
 @ranks(2)
 async def test_done_callback_that_raises_is_reported_and_affects_no_other(comm: Communicator, case: Case) -> None:
-    """The error is reported, and affects neither the other callbacks nor the awaiters."""
+    """The error is reported, and does not affect the other callbacks or the awaiters."""
     if comm.rank == 0:
         await serve(comm, case)
         return
@@ -264,7 +264,7 @@ async def test_wait_blocking_on_another_thread_returns_the_result(comm: Communic
 @pytest.mark.clock
 @ranks(2)
 async def test_wait_blocking_on_the_loops_thread_makes_progress(comm: Communicator, case: Case) -> None:
-    """Synchronous code drives the transport's progress itself."""
+    """Synchronous code itself advances the transport during the wait."""
     case.need_processes()
     if comm.rank == 0:
         await serve(comm, case)

@@ -1,4 +1,4 @@
-"""The trials: every collective, with random data to send and the result that is expected."""
+"""The trials: every collective, with random data to send and the expected result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Setting(NamedTuple):
 
 
 class Trial:
-    """An operation that has been started, and the result that is expected."""
+    """A started operation, and its expected result."""
 
     def __init__(self, work: Work[Any], result: object) -> None:
         self.work = work
@@ -41,12 +41,12 @@ class Trial:
         self._untouched: list[data.Slot] = []
 
     def writes(self, slot: data.Slot, want: Tensor, allowance: Tensor | None = None) -> Trial:
-        """Expect the operation to write ``want`` into a tensor."""
+        """Expect that the operation writes ``want`` into a tensor."""
         self._written.append((slot, want, allowance))
         return self
 
     def keeps(self, *slots: data.Slot) -> Trial:
-        """Expect tensors not to change."""
+        """Expect that tensors do not change."""
         self._untouched.extend(slots)
         return self
 

@@ -1,4 +1,4 @@
-"""The interface of a world, which runs a check on every rank, and the verdict over the ranks' outcomes."""
+"""The interface of a world, which runs a check on every rank, and the verdict from the ranks' outcomes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aiocomms.testing.conformance.case import Outcome, Place, Span
 from aiocomms.testing.conformance.rank import Request
 
 GRACE = 0.3
-"""Seconds in which the other ranks may fail by themselves after one rank has failed."""
+"""Seconds for which the other ranks may continue, and fail by themselves, after one rank has failed."""
 
 STOP = 3.0
 """Seconds in which a check must end after it was stopped."""
@@ -33,7 +33,7 @@ class World(ABC):
 
     @abstractmethod
     def run(self, request: Request) -> list[Outcome]:
-        """Run a check on every rank, and return soon after the deadline at the latest, whatever the check does.
+        """Run a check on every rank. The method returns soon after the deadline at the latest, even if the check hangs.
 
         :returns: the outcomes, by rank.
         """
