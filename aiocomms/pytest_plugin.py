@@ -75,7 +75,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Describe the markers. If pytest-asyncio is installed, register the fixtures that it runs for ``world``."""
+    """Describe the markers. If pytest-asyncio is installed, register the fixtures that open ``world``."""
     config.addinivalue_line(
         "markers",
         f"ranks(n, timeout=30, transport=None): how many ranks the fixtures 'world' and 'comm' have, {DEFAULT_RANKS} "
@@ -152,9 +152,9 @@ class _EveryRank(list["Communicator"]):
 def comm(request: pytest.FixtureRequest) -> Any:
     """Return one rank's communicator. The test runs on every rank of a :func:`world` at once.
 
-    If the test fails on one rank, the other ranks are cancelled, and a note on the error names the failed rank. Another
-    fixture cannot use ``comm``; use ``world`` there. With the marker ``simulated`` the ranks are simulated processes,
-    and each rank opens its communicator by ``new_comm``.
+    If the test fails on one rank, the other ranks are cancelled, and a note on the error names the failed rank. Other
+    fixtures cannot use ``comm``, but can use ``world``. With the marker ``simulated`` the ranks are simulated
+    processes, and each rank opens its communicator by ``new_comm``.
     """
     if "comm" not in request.node._fixtureinfo.argnames:
         raise _refusal(
@@ -268,7 +268,7 @@ def _refusing(item: pytest.Function, call: Callable[..., Any], *args: Any) -> An
 
 
 def _hide_frames() -> None:
-    """Make pytest omit aiocomms' frames from tracebacks, except with ``--full-trace``, by a mark on each module."""
+    """Mark aiocomms' modules, so that pytest omits their frames from tracebacks, except with ``--full-trace``."""
     for name, module in list(sys.modules.items()):
         if name.startswith(("aiocomms.", "aiocomms_")) and not name.startswith("aiocomms.testing.conformance"):
             module.__dict__.setdefault("__tracebackhide__", True)
@@ -365,7 +365,7 @@ def _loop_scope(request: pytest.FixtureRequest, marker: pytest.Mark) -> str:
 
 
 def _ask(request: pytest.FixtureRequest) -> _Asked:
-    """Return the world that an indirect parameter describes, or else the closest marker."""
+    """Return the world that an indirect parameter describes, or else the world that the closest marker describes."""
     marker, param = request.node.get_closest_marker("ranks"), _param(request.node)
     args: tuple[Any, ...] = (DEFAULT_RANKS,)
     kwargs: Mapping[str, Any] = {}
@@ -389,7 +389,7 @@ def _ask(request: pytest.FixtureRequest) -> _Asked:
 
 
 def _param(item: Any) -> Any:
-    """Return the indirect parameter of ``world`` or ``comm``, whichever of these fixtures is made first; or None."""
+    """Return the indirect parameter of the fixture ``world``, or else of ``comm``; None if there is none."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     fixtures = item._fixtureinfo.name2fixturedefs
     found = [params[name] for name in ("world", "comm") if name in params and any(map(_is_ours, fixtures[name]))]

@@ -38,7 +38,8 @@ class YieldingCopy:
     """A copier of tensors that yields the processor to all other threads and processes. Any thread can stop it.
 
     A native thread of the lowest priority copies. Meanwhile the caller's thread waits without the interpreter's lock.
-    The caller's thread itself copies tensors that need a conversion. Without native code, it copies all tensors.
+    The caller's thread itself copies tensors that need a conversion. Without native code, this thread copies all
+    tensors.
     """
 
     def __init__(self) -> None:

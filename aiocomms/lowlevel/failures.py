@@ -82,7 +82,7 @@ def disagreement(peer: int, theirs: str, rank: int, mine: str) -> MismatchError:
 class Reason(msgspec.Struct, array_like=True, frozen=True):
     """The reason why a rank ends its communicator, in the form that the rank sends to the other ranks.
 
-    A reason is small enough for a control message. The receiver checks it.
+    A reason is small enough for a control message. The receiver checks the reason.
     """
 
     error: str

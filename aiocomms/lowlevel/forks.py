@@ -1,4 +1,4 @@
-"""The handling of forks. A child closes its parent's connections, and keeps objects of libraries that have threads.
+"""The handling of forks. A child closes its parent's connections, and never destroys objects with threads.
 
 A connection ends when all processes have closed their descriptors of the connection. If a child kept its parent's
 connections, the other ranks would not notice the parent's death.

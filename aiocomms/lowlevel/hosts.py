@@ -48,7 +48,7 @@ def this_process() -> tuple[str, int]:
 
 
 def process_number(pid: int) -> int:
-    """Return a number that differs for later processes with the same pid; 0 if no process has the pid."""
+    """Return a number for a process; 0 if no process has the pid. Later processes with this pid get other numbers."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except OSError:

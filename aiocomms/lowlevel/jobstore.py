@@ -28,8 +28,8 @@ _LONGEST_PAUSE: Final = 0.05
 class JobStore(Store):
     """A ``torch.distributed.Store`` over the server of this process, or over a connection to another process's server.
 
-    torch's wrappers (``PrefixStore``) hold no reference to this object, so the user of a wrapper must keep one. When no
-    reference is left, the store releases the server, or closes the connection.
+    torch's wrappers (``PrefixStore``) hold no reference to this object, so the user of a wrapper must keep a reference.
+    When no reference is left, the store releases the server, or closes the connection.
     """
 
     host: str

@@ -1,6 +1,7 @@
 """The connections by which endpoints call each other: over sockets (``wires.py``), or in a simulation.
 
-A process listens, and other processes call it. Each call opens a line: a connection for messages of two processes.
+One process listens, and other processes call this process. Each call opens a line: a connection for messages of two
+processes.
 """
 
 from __future__ import annotations
@@ -111,9 +112,9 @@ class Wires(Protocol):
         """Find the address at which an endpoint listens. Blocks, because a name may need a lookup.
 
         :param host: a name or an address of this host.
-        :returns: a function that listens there, on a free port, and does not block. It raises an ArgumentError if
-            ``host`` is not one address of this host, or if other hosts could reach the address and the job has no
-            token. It raises a CommError if listening fails.
+        :returns: a function that listens there, on a free port, and does not block. This function raises an
+            ArgumentError if ``host`` is not one address of this host, or if other hosts could reach the address and the
+            job has no token. If listening fails, this function raises a CommError.
         :raises ArgumentError: ``host`` does not resolve to an address.
         """
 

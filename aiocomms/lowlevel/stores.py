@@ -27,7 +27,7 @@ from aiocomms.lowlevel.threads import run_in_thread
 def store_errors(what: str = "the rendezvous store is lost", *, rank: int | None = None) -> Iterator[None]:
     """Raise :class:`StoreLostError` in place of an error of torch's stores.
 
-    Use it as a context manager or decorator.
+    Use this function as a context manager or decorator.
 
     All errors of torch's stores are RuntimeErrors. The texts of some errors contain a stack trace, which this function
     drops.
@@ -45,8 +45,8 @@ def store_errors(what: str = "the rendezvous store is lost", *, rank: int | None
 def new_server(listener: socket.socket) -> StoreServer:
     """Serve a new store to the ranks of this job.
 
-    :param listener: the listener, which the server then owns.
-    :raises CommError: there is no descriptor or no thread for the server.
+    :param listener: the listener, which the server closes later.
+    :raises CommError: no descriptor or no thread is left for the server.
     """
     token = read_token(os.environ)
     return StoreServer(listener, _key(token), guarded=token is None)
@@ -69,9 +69,9 @@ def serve_store(host: str, timeout: float) -> tuple[JobStore, int]:
 
     :param host: the address.
     :param timeout: the store's default timeout, in seconds.
-    :returns: the store and its port. The server runs as long as the store object exists.
+    :returns: the store and its port. The server runs at least as long as the store object exists.
     :raises OSError: the host is not an address of this machine.
-    :raises CommError: there is no descriptor or no thread for the server.
+    :raises CommError: no descriptor or no thread is left for the server.
     """
     if clock.simulation is not None:
         return cast("tuple[JobStore, int]", clock.simulation.serve_store())

@@ -96,8 +96,8 @@ class _Line:
 class StoreServer:
     """The server of a store for the ranks of a job, on a separate thread.
 
-    The port is open while ranks form a communicator over the store. The thread ends when this process no longer uses
-    the store and no rank is connected, because other ranks may need the store for longer.
+    The port is open while ranks form a communicator over the store. The thread runs until this process no longer uses
+    the store, and no rank is connected. Other ranks may need the store for longer than this process.
     """
 
     address: tuple[str, int]
@@ -106,11 +106,11 @@ class StoreServer:
     def __init__(self, listener: socket.socket, key: bytes, *, guarded: bool) -> None:
         """Begin to serve, for one user.
 
-        :param listener: the listener, which the server then owns.
+        :param listener: the listener, which the server closes later.
         :param key: the key that only the ranks of the job know, if the job has a token.
         :param guarded: True if the job has no token. Then the server accepts only processes of this system user, if the
             kernel tells the user of a process.
-        :raises CommError: there is no descriptor or no thread for the server.
+        :raises CommError: no descriptor or no thread is left for the server.
         """
         self.kept: HashStore = HashStore()
         # A get waits for this time if its key is deleted between check and get.

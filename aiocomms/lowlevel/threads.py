@@ -1,4 +1,4 @@
-"""Blocking calls in threads, so that the event loop runs on; and copies of containers that other threads may change."""
+"""Blocking calls in threads, which do not stop the loop, and copies of containers that other threads may change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Background tasks of an object, which run until it is closed."""
+"""Background tasks of an object, which run until the object is closed."""
 
 from __future__ import annotations
 

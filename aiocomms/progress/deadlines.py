@@ -101,7 +101,7 @@ class Watchdog:
             return list(self._leaving)
 
     def wake_by(self, deadline: float) -> None:
-        """Make the thread wake when ``deadline`` has passed, at the latest.
+        """Make the thread wake at the latest when ``deadline`` has passed.
 
         :raises RuntimeError: the system cannot start a thread.
         """
@@ -117,7 +117,8 @@ class Watchdog:
     def _start_thread(self) -> None:
         """Start the thread.
 
-        If the start raises, the next deadline starts a new thread, and a thread that runs nevertheless ends.
+        If the start raises an error, the next deadline starts a new thread. If the first thread runs all the same, it
+        ends.
         """
         thread = threading.Thread(target=self._run, name="aiocomms deadlines", daemon=True)
         thread.start()

@@ -177,7 +177,10 @@ class LoopDriver:
         return self._loop.call_threadsafe(self._call)
 
     def _call(self) -> None:
-        """Make the queued calls: none if block() has made them, several if a signal handler has interrupted this."""
+        """Make the queued calls.
+
+        There are none if block() has made them, and several if a signal handler has interrupted this method.
+        """
         for _ in range(len(self._calls)):
             fn, args = self._calls.popleft()
             if dispatch_modes() or in_inference_mode():

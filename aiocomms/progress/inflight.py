@@ -285,7 +285,10 @@ class Flying(NamedTuple):
     posted: float
     """The time at which the work was added as pending, in seconds of the monotonic clock."""
     waiters: list[Waiter]
-    """The suspended tasks that await the work, or the operation that the work is a step of."""
+    """The suspended tasks that await the work.
+
+    If the work is a step of an operation: the tasks that await the operation.
+    """
     of: str = ""
     """The part of this library that has called the op, such as a stream; empty: the program has called the op."""
 

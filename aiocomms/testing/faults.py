@@ -94,8 +94,8 @@ def drop(
     """Never start an op, so that the op fails at its deadline. The parameters are those of :func:`delay`.
 
     A dropped receive fails only on this rank, like a receive without a message. After a dropped collective, the rank's
-    later collectives in the same lane are dropped, too. Otherwise the other ranks would match the dropped collective
-    with this rank's next collective.
+    later collectives in the same lane are dropped, too. Otherwise the dropped collective of the other ranks would match
+    the next collective of this rank.
 
     :raises ArgumentError: an argument is wrong, or the fault could never affect a call.
     """
@@ -108,7 +108,7 @@ def kill(
     """Kill the process of a rank with SIGKILL, during a call. The parameters are those of :func:`delay`.
 
     In a simulation, the rank dies as after a call of ``here().world.kill``. If ranks share a process, as in
-    ``local_world``, the death is only simulated: on this rank, every op of the communicator fails with a
+    ``local_world``, the death is only simulated: on the killed rank, every op of the communicator fails with a
     :class:`~aiocomms.errors.CommAbortedError`. The other ranks always get a :class:`~aiocomms.errors.PeerDiedError`.
 
     :raises ArgumentError: an argument is wrong, or the fault could never affect a call.
@@ -126,7 +126,7 @@ def mismatch(
 ) -> Fault:
     """Change an op of a rank, so that the other ranks get a :class:`~aiocomms.errors.MismatchError`.
 
-    A message with a wrong dtype has this effect, too. A message with a wrong size makes only the receive fail. For a
+    A message with a wrong dtype also causes this error. A message with a wrong size only makes the receive fail. For a
     wrong dtype or size, the op uses copies. The caller's tensors do not change. The other parameters are those of
     :func:`delay`.
 
@@ -150,9 +150,9 @@ def slow_link(
 ) -> Fault:
     """Delay each op or message of a rank in proportion to its bytes, like a slow network link.
 
-    The link carries one op or message at a time. If a transport implements an op itself, the bytes of all tensors that
-    the rank passes count. If the op is made of messages, the bytes of each message count. The other parameters are
-    those of :func:`delay`.
+    The link carries one op or message at a time. If a transport implements an op itself, the delay counts the bytes of
+    all tensors that the rank passes. If the op is made of messages, the delay counts the bytes of each message. The
+    other parameters are those of :func:`delay`.
 
     :param bytes_per_second: the rate of the link, by the event loop's clock.
     :raises ArgumentError: an argument is wrong, or the fault could never affect a call.

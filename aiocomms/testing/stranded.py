@@ -158,7 +158,7 @@ def _rests(loop: Any, fds: Collection[int | None], seconds: float) -> bool:
     asyncio has no public call for this, so this function reads private fields. The result is False for a loop without
     these fields.
 
-    :param fds: the descriptors that only other threads make readable.
+    :param fds: the descriptors of transports. Only other threads can make these descriptors readable.
     """
     try:
         ready, timers, signals = loop._ready, loop._scheduled, loop._signal_handlers

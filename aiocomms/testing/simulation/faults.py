@@ -1,6 +1,6 @@
 """The faults of a history, which is one simulated run.
 
-The test sets their numbers, and the seed their times and ranks.
+The test sets the number of faults of each kind. The seed decides the time and the ranks of each fault.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Faults:
         :attr:`.SimulatedRank.restarts`.
     :param pauses: the number of ranks that stop for 1 ms to 20 s, as after SIGSTOP.
     :param slow: the number of ranks that become slow at some time. Each later event of such a rank is up to 50 ms late.
-    :param cuts: the number of pairs of ranks whose connections are cut.
+    :param cuts: the number of pairs of ranks whose connections break.
     :param partitions: the number of pairs of ranks between which no traffic passes for 1 ms to 20 s, in one direction
         or in both.
     :param stores: 1 if the store dies.
@@ -156,7 +156,7 @@ _KINDS: dict[str, Callable[..., None]] = {
 
 
 def _arguments(kind: str, draw: Random, ranks: int, restarts: bool) -> tuple[Any, ...]:
-    """Draw the ranks that a fault hits, and its duration."""
+    """Draw the ranks that a fault affects, and the fault's duration."""
     rank = int(draw.random() * ranks)
     other = (rank + 1 + int(draw.random() * max(1, ranks - 1))) % ranks
     seconds = _SHORT * (_LONG / _SHORT) ** draw.random()

@@ -53,11 +53,11 @@ class SimulatedConduit:
         self.over = False
         """True if this end no longer sends or receives."""
         self.coming: deque[Any] = deque()
-        """The frames on their way to this end."""
+        """The frames in transit to this end."""
         self.cut = False
         """True if no frame can reach this end any more, even if this end has not noticed the cut yet."""
         self.last = 0.0
-        """The time at which the last frame arrives."""
+        """The time at which the last frame in transit arrives."""
 
     def hear(self, on_frame: Callable[[Any], object], on_end: Callable[[bool], object]) -> None:
         """See :class:`aiocomms.lowlevel.clock.Conduit`."""

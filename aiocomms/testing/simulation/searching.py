@@ -14,9 +14,9 @@ from aiocomms.testing.simulation.trial import SimulatedTrial
 _HALVINGS: Final = 15
 """The most times that a duration is halved: 20 s become 0.6 ms."""
 _PATIENCE: Final = 1.0
-"""The most real seconds of a run that is repeated.
+"""Real seconds after which a failure that pytest raised may be pytest's timeout.
 
-After more, a failure may be pytest's timeout of a run that hangs.
+The search does not repeat such a run, because another run would hang, too.
 """
 _FOR_CALLER = (KeyboardInterrupt, SystemExit, GeneratorExit)
 

@@ -53,7 +53,7 @@ def _quiet() -> Iterator[None]:
 
 
 class SimulatedWorld(Clockwork):
-    """The world of one history; see :class:`aiocomms.lowlevel.clock.Simulation`."""
+    """The simulated world of one history; see :class:`aiocomms.lowlevel.clock.Simulation`."""
 
     def __init__(self, seed: int, ranks: int, latency: tuple[float, float]) -> None:
         """Create a world without processes.
@@ -64,7 +64,7 @@ class SimulatedWorld(Clockwork):
         self.ranks = ranks
         self.network = SimulatedNetwork(self, lambda: self.process, latency)
         self._services = [StoreService()]
-        """The services of stores, by port. The first is the launcher's."""
+        """The services of stores, by port. The first service is the launcher's store."""
         self.store = self._store(0)
         self.processes: list[Process] = []
         """All processes of all ranks, in the order of their starts."""
@@ -119,7 +119,7 @@ class SimulatedWorld(Clockwork):
                 raise error
 
     def step(self) -> None:
-        """Make the next call, and run the call's process until it waits."""
+        """Make the next call, and run the call's process until the process waits."""
         coming = self.next()
         if coming is None:
             return
