@@ -118,8 +118,8 @@ class Case:
     """One rank's part of one check.
 
     A check is a coroutine function that every rank runs: ``async def test_x(comm: Communicator, case: Case)``. The
-    check fails if it raises an error. The suite compares the values that a check passes to :meth:`agree` and
-    :meth:`synchronised` between the ranks.
+    check fails if it raises an error. A check passes values to :meth:`agree` and :meth:`synchronised`. The suite
+    compares these values between the ranks.
     """
 
     def __init__(self, comm: Communicator, place: Place, board: CaseBoard, store: Store, name: str, seed: int) -> None:

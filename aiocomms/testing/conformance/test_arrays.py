@@ -86,7 +86,10 @@ FORMS: list[Any] = [
     (functional.all_to_all,),
 ]  # fmt: skip
 RESULTS = ("outputs", "output", "tensor")
-"""The parameters that an operation writes and returns. The first of them that an operation has is its result."""
+"""The parameters that an operation writes and returns.
+
+The first one that an operation has is the result.
+"""
 
 
 def each(value: Any, change: Callable[[Any], Any]) -> Any:
