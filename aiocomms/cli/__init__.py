@@ -1,4 +1,4 @@
-"""The command ``aiocomms``, which starts ranks, measures, simulates, and reports on installations and programs."""
+"""The command ``aiocomms``: it starts ranks, measures operations, runs simulations, and shows running programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
     :param arguments: the arguments without the program's name; None for the arguments of the process.
-    :returns: the exit status; 1 if the input is wrong, or ranks have failed; 130 after Ctrl-C.
+    :returns: the exit status: 1 if the input is wrong or ranks have failed, 130 after Ctrl-C.
     """
     _open_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -34,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _open_streams() -> None:
     """Open the null device for each standard stream that was closed at the start of the process.
 
-    Else a later file or socket gets its descriptor, and the output of ranks goes there. Python has None for the stream.
+    Otherwise a later file or socket gets the stream's descriptor, and the output of ranks goes there. Python represents
+    such a closed stream by None.
     """
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:

@@ -30,7 +30,7 @@ _SECRETS = ("TOKEN", "SECRET", "KEY", "PASS")
 def run(*, as_json: bool) -> int:
     """Print the sections.
 
-    :param as_json: whether to print the same content as one JSON object with an object for each section.
+    :param as_json: whether to print one JSON object, which has an object for each section.
     """
     parts = (_versions, _transports, _devices, _interfaces, _environment, _next)
     sections = {part.__name__.removeprefix("_"): dict(part()) for part in parts}
@@ -88,7 +88,7 @@ def _environment() -> Iterator[tuple[str, str]]:
 
 
 def _next() -> Iterator[tuple[str, str]]:
-    """Yield the one thing to do next: install what this machine lacks, or begin."""
+    """Yield the advice for the user: what to install on this machine, or how to begin."""
     for requirement in importlib.metadata.requires("aiocomms") or ():
         name, extra = re.match(r"([\w-]+).*?(?:extra == '([\w-]+)')?$", requirement).groups()  # type: ignore[union-attr]
         if extra and name.startswith("aiocomms-") and not _is_installed(name):

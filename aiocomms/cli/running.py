@@ -1,4 +1,4 @@
-"""The command ``aiocomms run``, which starts a program's ranks, and replaces a process that dies."""
+"""The command ``aiocomms run``, which starts a program's ranks, and can replace a dead process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aiocomms.launching import Job, supervise
 def run(options: argparse.Namespace) -> int:
     """Run the job, and return its exit code.
 
-    :raises CommError: an option is wrong, or the ranks cannot be started.
+    :raises CommError: an option has a wrong value, or the ranks cannot be started.
     """
     given = {name: value for name, value in vars(options).items() if name in Job.__struct_fields__}
     given["program"] = options.program if options.module is None else ["-m", *options.module]

@@ -1,4 +1,4 @@
-"""The command ``aiocomms simulate``, which runs a function of a file as simulated ranks, with many seeds or one."""
+"""The command ``aiocomms simulate``, which runs a function of a file on simulated ranks, with one seed or many."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ KINDS = ("deaths", "pauses", "slow", "cuts", "partitions", "stores")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the histories, one for each seed, and print the result.
+    """Run one simulation (a *history*) for each seed, and print the result.
 
-    :returns: the exit status; 1 if a history has failed.
-    :raises ValueError: the function does not exist, or an option is wrong.
+    :returns: the exit status: 1 if a history has failed.
+    :raises ValueError: the function does not exist, or an option has a wrong value.
     """
     faults = Faults(restarts=options.restarts, **{kind: getattr(options, kind) for kind in KINDS})
     trial = SimulatedTrial(_program(options.program), options.ranks, faults)
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
 def _program(text: str) -> Program:
     """Return the function ``FUNCTION`` of the file ``FILE.py``.
 
-    :raises ValueError: the function does not exist, or is no async function.
+    :raises ValueError: the function does not exist, or is not an async function.
     """
     name, _, function = text.rpartition(":")
     path = Path(name)
@@ -69,7 +69,7 @@ def _program(text: str) -> Program:
 
 
 def _report(failure: FailedHistory, options: argparse.Namespace) -> None:
-    """Print the error with the frames of the program only, and the command that repeats the history."""
+    """Print the error with only the program's stack frames, and the command that repeats the history."""
     error = failure.error
     ours = os.sep + "aiocomms" + os.sep
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if ours not in frame.filename]

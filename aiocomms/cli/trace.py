@@ -1,6 +1,7 @@
 """The command ``aiocomms trace``, which merges flight recorders, explains the waits of ranks, and draws a trace.
 
-The files come from other processes. Each line is decoded into a fixed type, and an error names a fault in the line.
+The files come from other processes. This module decodes each line into a fixed type. If a line is invalid, an error
+names the fault.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from aiocomms.diagnosis.happenings import Happening, WorldHeader
 from aiocomms.diagnosis.recorder import FORMAT, LONGEST, MOST, SHOWN, UNMATCHED, Brief, Format, Header, Item
 
 _APART = 60.0
-"""The largest difference in seconds between the times of files of one run; later files cause a note."""
+"""The most seconds between the times of two files of one run. If the difference is larger, the output says so."""
 
 _format = msgspec.json.Decoder(Format)
 _header = msgspec.json.Decoder(Header)
@@ -46,8 +47,8 @@ def run(paths: Sequence[Path], output: Path | None, name: str = "*") -> int:
     :param paths: files, or folders of files.
     :param output: the file for the trace; None for no trace.
     :param name: a shell pattern for the names of operations, lanes, streams, windows and plans to explain.
-    :returns: the exit status; 1 if some rank waits for another.
-    :raises ValueError: a path is no flight recorder.
+    :returns: the exit status: 1 if a rank waits for another rank.
+    :raises ValueError: a path is not a file of a flight recorder, or a folder with such files.
     """
     stuck = False
     read = [_read(path) for path in _files(paths)]
@@ -183,7 +184,7 @@ def judged(ranks: Ranks) -> Iterator[str]:
 
 
 def _died(record: TraceRecord) -> bool:
-    """Return whether a simulated rank has died, and so waits no more."""
+    """Return whether a simulated rank has died, and so waits no longer."""
     return record.header.reason == happenings.DIED
 
 
@@ -193,7 +194,7 @@ def _message(rank: int, item: Item) -> tuple[int | None, ...]:
 
 
 def _moving(ranks: Ranks) -> set[tuple[int | None, ...]]:
-    """Return the messages that are pending at both ends, and so are on their way."""
+    """Return the messages that are pending on the sender and on the receiver, so their transfer is in progress."""
     ends = [
         {_message(rank, item) for item in record.items if item.state == "pending" and "tag" in item.args}
         for rank, record in ranks.items()
@@ -202,7 +203,7 @@ def _moving(ranks: Ranks) -> set[tuple[int | None, ...]]:
 
 
 class _TraceWait(NamedTuple):
-    """An op that waits for another rank, or waited until its deadline. Times are on the clock common to all ranks."""
+    """An op that waits for another rank, or waited until its deadline. All times are wall-clock times."""
 
     peer: int
     begin: float
@@ -211,7 +212,7 @@ class _TraceWait(NamedTuple):
 
 
 def _waited(ranks: Ranks) -> Iterator[str]:
-    """Yield lines about ranks that waited in a circle when the deadline of a receive, now withdrawn, passed."""
+    """Yield lines about ranks that waited in a circle when a receive missed its deadline and was withdrawn."""
     ahead = _clocks(ranks)
     briefs = {rank: record.header.brief for rank, record in ranks.items()}
     waits: dict[int, list[_TraceWait]] = {}
@@ -236,7 +237,7 @@ def _waited(ranks: Ranks) -> Iterator[str]:
 
 
 def _waits(item: Item) -> bool:
-    """Return whether an op is pending, and is no idle receive that only stands by for messages."""
+    """Return whether an op is pending, and is not an idle receive for a message that may never come."""
     return item.state == "pending" and not item.idle
 
 
@@ -246,7 +247,7 @@ def _peers(item: Item) -> list[int]:
 
 
 def _awaited(item: Item, briefs: Mapping[int, Brief]) -> list[int]:
-    """Return the ranks for which an op waits; for a collective, the ranks that have not called it."""
+    """Return the ranks for which an op waits; for a collective, these are the ranks that have not called it."""
     if item.collective is None:
         return _peers(item)
     return [rank for rank, brief in briefs.items() if instead_of(item, brief)]
@@ -257,10 +258,9 @@ def _arrows(circle: Sequence[int]) -> str:
 
 
 def _clocks(ranks: Ranks) -> dict[int, float]:
-    """Return the seconds by which the wall clock is ahead of each rank's monotonic clock.
+    """Return the wall clock minus the monotonic clock of each rank, in seconds.
 
-    The ranks of one host share a monotonic clock. The wall clock may have been set after one file was written and
-    before another.
+    The ranks of one host share a monotonic clock. The wall clock may have been set between the writes of two files.
     """
     hosts: dict[str, float] = {}
     return {
@@ -270,14 +270,14 @@ def _clocks(ranks: Ranks) -> dict[int, float]:
 
 
 def _since(record: TraceRecord, item: Item) -> str:
-    """Return text with the time for which an op has been pending, and the place of its call in the program."""
+    """Return text with the time for which an op has been pending, and the line in which its task is suspended."""
     since = "" if item.posted is None else f", for {record.header.monotonic - item.posted:.1f} s"
     task = f", in task {item.task!r}" if item.task else ""
     return f"{since}{task}{f' at {item.where}' if item.where else ''}"
 
 
 def _circle(waits: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return a circle of ranks where each rank waits for the next, closed by the first rank; empty if there is none."""
+    """Return a circle of ranks in which each waits for the next. The first rank is also the last; empty if none."""
     finished: set[int] = set()
     for start in waits:
         path, left = [start], [iter(waits[start])]
@@ -302,9 +302,9 @@ def _circle(waits: Mapping[int, Sequence[int]]) -> list[int]:
 def _events(groups: Sequence[Ranks], happened: Sequence[Happening]) -> Iterator[dict[str, Any]]:
     """Yield the events of Chrome's Trace Event Format.
 
-    A rank is drawn as a process, with numbers from 1. Ops that overlap in time are drawn as threads of the process. For
-    Perfetto, a thread's number is unique on the whole machine: 0 is invalid, and the process's number is its main
-    thread.
+    Each rank is drawn as a process, with numbers from 1. Ops that overlap in time are drawn as different threads of the
+    process. Perfetto requires thread numbers that are unique on the machine. The number 0 is invalid, and the main
+    thread has the number of its process.
     """
     records = [record for ranks in groups for _, record in sorted(ranks.items())]
     clocks = [ahead for ranks in groups for _, ahead in sorted(_clocks(ranks).items())]
@@ -325,7 +325,7 @@ def _events(groups: Sequence[Ranks], happened: Sequence[Happening]) -> Iterator[
 
 
 def _instants(happened: Sequence[Happening], ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Yield the events of a simulated world, each in the first row of its rank, or in a new row if the rank has none.
+    """Yield the events of a simulated world, each in the first row of its rank. A rank without rows gets a new row.
 
     :param ranks: the ranks of the rows.
     """
@@ -345,9 +345,9 @@ def _instants(happened: Sequence[Happening], ranks: Sequence[int]) -> Iterator[d
 
 
 def _micros(wall: float) -> float:
-    """Return a time in µs, rounded down to quarters of a µs.
+    """Return a time in µs, rounded down to a multiple of 0.25 µs.
 
-    A float holds the quarters exactly, so successive ops do not overlap.
+    A float represents such a multiple exactly, so successive ops do not overlap.
     """
     return math.floor(4e6 * wall) / 4
 
@@ -364,6 +364,6 @@ def _event(item: Item, pid: int, tid: int, begin: float, end: float) -> dict[str
 
 
 def _span(header: Header, item: Item) -> tuple[float, float]:
-    """Return the times at which an op began and ended. An op that ended within its call is a point in time."""
+    """Return the times at which an op began and ended. For an op that ended within its call, both times are equal."""
     end = header.monotonic if item.finished is None else item.finished
     return min(end, end if item.posted is None else item.posted), end

@@ -1,1 +1,1 @@
-"""Diagnosis of failures and hangs: flight recorder, hang report, debug mode, live view, root cause."""
+"""Diagnosis of failures and hangs: flight recorder, hang report, debug mode, live view, reports to torchrun."""

@@ -1,4 +1,4 @@
-"""Debug mode, ``AIOCOMMS_DEBUG``, with checks of the program that cost too much to be always on."""
+"""Debug mode (``AIOCOMMS_DEBUG``): checks of the program that are too slow for normal use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def asked_for() -> bool:
 class Forgotten:
     """The warning about a successful work whose result no code has requested.
 
-    The warning is a separate object, because a work may be in a reference cycle.
+    The warning is a separate object, because the work itself may be in a reference cycle.
     """
 
     __slots__ = ("__weakref__", "armed", "place", "what")
@@ -59,9 +59,9 @@ _watched: Final[WeakSet[Forgotten]] = WeakSet()
 
 
 def report_forgotten(*, quietly: bool) -> None:
-    """Report all forgotten works of this process that are done, even if an exception still refers to them.
+    """Report all finished works whose results no code has requested, even if an exception still refers to them.
 
-    :param quietly: whether to drop the reports.
+    :param quietly: whether to report nothing, and also to prevent later reports.
     """
     for forgotten in sorted(_watched, key=lambda it: (it.place, it.what)):
         if quietly:
@@ -79,7 +79,7 @@ _said: dict[str | tuple[str, type[Warning], int], int] = {}
 
 
 class DebugWork(_Started):
-    """The part that works have only in debug mode: the work's origin, and whether any code has requested its result."""
+    """The debug data of a work: the place of its call, and whether any code has requested its result."""
 
     __slots__ = FIELDS_BELOW
     if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class DebugWork(_Started):
         _forgotten: Forgotten | None = None
 
     def watch(self, place: SourceLine) -> None:
-        """Warn if the work succeeds, and is collected before any code has requested its result."""
+        """Warn if the work succeeds and is garbage-collected before any code has requested its result."""
         owner = self._owner
         self.place = place
         self._forgotten = Forgotten(f"{self.op.name} on '{self._comm_name()}' (rank {owner.rank})", place)
@@ -137,7 +137,7 @@ class WatchedWork(DebugWork, PlainWork[T_co]):
 
     place: SourceLine | None = None
     task: tuple[str, object] | None = None
-    """The name and the coroutine of the calling task, until the op has ended; None: a callback has called the op."""
+    """The name and the coroutine of the calling task, until the op has ended; None if a callback called the op."""
     _forgotten: Forgotten | None = None
 
 
@@ -163,7 +163,7 @@ def _ended(coroutine: object) -> bool:
 
 
 def _used(op: Op, buffers: Buffers) -> Buffers:
-    """Return the parts of the buffers that an op uses. For a put or get of runs these are only the runs."""
+    """Return the parts of the buffers that an op uses. For ``put_v`` and ``get_v``, return only the listed runs."""
     if not isinstance(op, (PutV, GetV)):
         return buffers
     flats = [(name, tensor.view(-1)) for name, tensor in buffers]
@@ -177,7 +177,7 @@ class Debugger:
         self._in_flight = in_flight
 
     def start(self, op: Op, seq: int, owner: Owner, hints: Mapping[str, Any] | None) -> WatchedWork[Any]:
-        """Create the work of an op before its post.
+        """Check an op, and create its work, before the op starts.
 
         :raises BufferBusyError: an unfinished op writes a buffer of this op, or this op would write a buffer of an
             unfinished op.
@@ -190,10 +190,10 @@ class Debugger:
     def start_within(
         self, op: Op, seq: int, owner: Owner, hints: Mapping[str, Any] | None, *, number: int, lane: str
     ) -> WatchedLaneWork[Any]:
-        """Create the work of a lane's op. A lane's collectives conflict only with each other.
+        """Check an op of a lane, and create its work. A lane's collectives conflict only with each other.
 
         :param number: the number of the lane.
-        :param lane: the key of the lane, in words.
+        :param lane: the key of the lane, as text.
         """
         work: WatchedLaneWork[Any] = WatchedLaneWork(op, seq, owner, hints, number=number, lane=lane)
         self._watch(work, number)
@@ -208,9 +208,9 @@ class Debugger:
         work.watch(place)
 
     def _check_tasks(self, op: Op, lane: int | None, place: SourceLine, name: str, coroutine: object) -> None:
-        """Refuse a collective while one of another task is pending.
+        """Raise an error for a collective while a collective of another task is pending.
 
-        If that task has ended, the order of the two collectives is certain, and there is no conflict.
+        If the other task has ended, the order of the two collectives is certain, so there is no error.
         """
         for work in self._in_flight:
             if not isinstance(work, DebugWork) or work.task is None or not _collective(work.op):
@@ -226,7 +226,7 @@ class Debugger:
                 )
 
     def check_buffers(self, op: Op) -> None:
-        """Refuse an op whose buffers conflict with an unfinished op.
+        """Check that an op's buffers do not conflict with an unfinished op.
 
         :raises BufferBusyError: an unfinished op writes a buffer of ``op``, or ``op`` would write a buffer of an
             unfinished op.

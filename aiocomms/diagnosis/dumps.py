@@ -1,8 +1,8 @@
 """The files of flight recorders, written at the loss of a communicator, on a signal, or on request.
 
-A file is JSON lines: a header, then the ops. Only its owner can read it (0600). A write never replaces a file, and
-never follows a link. A file has no contents of tensors, and the number of files is limited. A failure to write is
-logged once, and affects no op.
+A file contains JSON lines: first a header, then the ops. Only its owner can read the file (mode 0600). A write never
+replaces an existing file, and never follows a link. A file has no contents of tensors, and the number of files is
+limited. A failed write is logged once, and affects no op.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from aiocomms.lowlevel.threads import start_awaited
 from aiocomms.progress.inflight import Flying
 
 PER_PROCESS, PER_FOLDER = 16, 256
-"""The numbers of files that are kept of one process, and in the default folder. The oldest files are deleted."""
+"""The most files of one process, and the most files in the default folder. A new file replaces the oldest file."""
 LARGEST = 8 << 20
 """The largest size of a file in bytes. A longer file leaves out the oldest ops."""
 
 SUFFIX = ".aiocomms.jsonl"
 RECORDERS, RECORDS = "recorders", "records"
-"""The keys in the state of a simulated process under which it keeps its recorders, to write after a failed history."""
+"""The keys of recorders and records in a simulated process's state. They are written after a failed history."""
 
 _log = logging.getLogger("aiocomms")
 _counter = itertools.count(1)
@@ -43,7 +43,7 @@ _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
 def register(recorder: Recorder) -> None:
-    """Add a recorder to the ones that are written on a signal. Install the handler if the import could not do so."""
+    """Add a recorder, which is then written on a signal. Install the signal handler if this was not possible before."""
     if clock.simulation is not None:
         clock.state().setdefault(RECORDERS, []).append(recorder)
         return
@@ -63,9 +63,9 @@ on_signal.listen(dump_all)
 
 
 def in_background(call: Callable[[], object]) -> bool:
-    """Call a function in a thread. Only the exit of the interpreter waits for the thread, for a short time.
+    """Call a function in a thread. The interpreter's exit waits for this thread for a short time.
 
-    :returns: False: the system cannot start a thread.
+    :returns: False if the system cannot start a thread.
     """
 
     def run() -> None:
@@ -89,12 +89,12 @@ def complain(message: str) -> None:
 
 
 def wanted() -> bool:
-    """Return whether the program wants files of flight recorders."""
+    """Return whether to write files of flight recorders."""
     return clock.simulation is None and os.environ.get("AIOCOMMS_RECORDER_DIR") != ""
 
 
 def try_write(snapshot: Snapshot) -> Path | None:
-    """Write a file to the usual folder. Return None if files are not wanted, or after a failure (logged once)."""
+    """Write a file to the usual folder. Return None if files are switched off, or after a failure (logged once)."""
     if not wanted():
         return None
     try:
@@ -107,7 +107,7 @@ def try_write(snapshot: Snapshot) -> Path | None:
 def write(snapshot: Snapshot, folder: str | os.PathLike[str] | None = None) -> Path:
     """Write a file.
 
-    :param folder: the target folder; None: the usual one.
+    :param folder: the target folder; None: the usual folder.
     :returns: the path of the file.
     :raises OSError: the file cannot be written, or the default folder is not safe.
     """
@@ -131,10 +131,10 @@ def write(snapshot: Snapshot, folder: str | os.PathLike[str] | None = None) -> P
 
 
 class Record:
-    """The ops of a lost communicator, noted at once and written to a file when its tasks have resumed."""
+    """The ops of a lost communicator: copied at the loss, and written to a file after its tasks have resumed."""
 
     def __init__(self, recorder: Recorder, flying: list[Flying], reason: str) -> None:
-        """Store the ops. Safe on any thread or signal handler.
+        """Copy the ops. Any thread or signal handler may call this.
 
         :param flying: the works that were pending at the loss.
         """
@@ -142,7 +142,7 @@ class Record:
         self._reason = reason
         self._look: Look | None = None
         self.shot: Snapshot | None = None
-        """The described ops, kept for a simulated history that fails."""
+        """The described ops, which a simulation needs after a failed history; otherwise None."""
         if clock.simulation is not None:
             clock.state().setdefault(RECORDS, []).append(self)
         with self._complaining():
@@ -151,7 +151,7 @@ class Record:
     def snapshot(self) -> Snapshot | None:
         """Describe the ops, once. Return None at every later call, or after a failure of the recorder (logged once).
 
-        Afterwards this record keeps no work and no tensor alive, however long the file takes.
+        Afterwards this object no longer refers to works and tensors, so a slow write does not keep them alive.
         """
         look, self._look = self._look, None
         with self._complaining():
@@ -162,7 +162,7 @@ class Record:
         return None
 
     def write_later(self) -> None:
-        """Write the file in the background, if files are wanted."""
+        """Write the file in a background thread, unless files are switched off."""
         if wanted():
             in_background(self._write)
 
@@ -209,7 +209,7 @@ def _default() -> Path:
 
 
 def _prune(folder: Path, name: str, default: bool) -> None:
-    """Delete surplus files before a new one. In a folder of the user's choice, delete only files of this process."""
+    """Delete the oldest files before a new file. In a folder that the user chose, delete only this process's files."""
     mine = f".{os.getpid()}-"
     known: list[tuple[float, Path]] = []
     for path in folder.glob(f"*{SUFFIX}"):

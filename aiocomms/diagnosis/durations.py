@@ -1,4 +1,4 @@
-"""Histograms of durations. To count a duration takes one addition, and any thread may read the counts."""
+"""Histograms of durations. One addition counts a duration, and any thread may read the counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class Durations:
 
     def __init__(self) -> None:
         self.counts: list[int] = [0] * (len(BOUNDS) + 1)
-        """The number of durations in each class, up to and including its bound; the last class is above all bounds."""
+        """The number of durations in each class. A class includes its upper bound. The last class is above all
+        bounds."""
         self.seconds: float = 0.0
         """The sum of all durations, in seconds."""
 
@@ -26,7 +27,7 @@ class Durations:
         self.seconds += seconds
 
     def copy(self) -> Durations:
-        """Return a copy of the current counts. Later counts do not change the copy. Safe on any thread."""
+        """Return a copy of the current counts. Later counts do not change the copy. Thread-safe."""
         copied = Durations()
         copied.counts, copied.seconds = self.counts[:], self.seconds
         return copied

@@ -1,4 +1,4 @@
-"""The text that explains a hang: the ranks that are missing in an op, and their current activity."""
+"""The text that explains a hang: the ranks that are missing in an op, and the current ops of these ranks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Final
 from aiocomms.diagnosis.recorder import Brief, Item
 
 NO_ANSWER: Final = "not answer: dead, stopped or busy"
-"""The words for a rank that does not answer a request for its activity."""
+"""The text for a rank that does not answer a request for its current ops."""
 
 
 def judge(late: Item, briefs: Mapping[int, Brief], silent: Iterable[int] = ()) -> str:
     """Describe the state of one op on each rank: "ranks 0, 1, 2 are in it (collective 41), rank 3 has finished ...".
 
-    :param late: the late op, as recorded by a rank that is in it.
-    :param briefs: the activity of each rank, by rank.
-    :param silent: the ranks that did not answer a request in time.
+    :param late: the late op, as a rank that has called the op recorded it.
+    :param briefs: the report of each rank on its ops, by rank.
+    :param silent: the ranks that did not report in time.
     """
     inside, done, rest = [], [], []
     for rank, brief in sorted(briefs.items()):
@@ -38,12 +38,12 @@ def judge(late: Item, briefs: Mapping[int, Brief], silent: Iterable[int] = ()) -
 
 
 def behind(late: Item, briefs: Mapping[int, Brief], silent: Collection[int], absent: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks that a collective waits for, judged by the activities that the ranks report.
+    """Return the ranks that a collective waits for, according to the reports of the ranks.
 
-    A step of the collective may wait for a rank that is also in the collective, and that in turn waits for another
-    rank.
+    A step of the collective may wait for a rank that has also called the collective. This rank may wait for a third
+    rank, which is the missing one.
 
-    :param silent: the ranks that did not answer a request in time.
+    :param silent: the ranks that did not report in time.
     :param absent: the ranks that a step of the collective waits for.
     """
     out = [rank for rank, brief in briefs.items() if instead_of(late, brief)]
@@ -52,7 +52,7 @@ def behind(late: Item, briefs: Mapping[int, Brief], silent: Collection[int], abs
 
 
 def instead_of(late: Item, brief: Brief) -> str | None:
-    """Return a rank's activity in place of an op: None if the rank is in the op, empty if it has finished the op."""
+    """Return what a rank does in place of an op: None if the rank is in the op, empty if it has finished the op."""
     if late.collective is not None:
         alike = (item for item in brief.pending if (item.collective, item.lane) == (late.collective, late.lane))
         here = next(alike, None)
@@ -64,7 +64,7 @@ def instead_of(late: Item, brief: Brief) -> str | None:
 
 
 def doing(brief: Brief) -> str:
-    """Return a rank's activity: "has finished collective 40 (broadcast #57) and is in recv(src=1, tag=7)"."""
+    """Return what a rank does: "has finished collective 40 (broadcast #57) and is in recv(src=1, tag=7)"."""
     last = f" ({brief.last})" if brief.last else ""
     before = f"has finished collective {brief.ended}{last}" if brief.ended else "has finished no collective"
     if not brief.pending:
@@ -74,7 +74,7 @@ def doing(brief: Brief) -> str:
 
 
 def numbered(ranks: Sequence[int]) -> str:
-    """Return ranks in words: ``ranks 0, 2``."""
+    """Return ranks as text: ``ranks 0, 2``."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 

@@ -1,4 +1,4 @@
-"""The events of a simulated world, written beside the flight recorders of its ranks."""
+"""The events of a simulated world, in a file in the folder of its ranks' flight recorders."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ class Happening(msgspec.Struct):
     wall: Seconds
     """The time, in seconds since 1970."""
     rank: int | None
-    """The rank of the event; None: it concerns no single rank."""
+    """The rank of the event; None if the event does not belong to one rank."""
     what: str

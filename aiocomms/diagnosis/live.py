@@ -1,9 +1,8 @@
 """The live view for ``aiocomms top``: programs of the same user can read the state of this process's communicators.
 
-While a communicator is open, a thread sleeps in ``accept`` on an abstract unix socket. A client gets the content of
+While a communicator is open, a thread waits in ``accept`` on an abstract Unix socket. A client gets the content of
 every flight recorder, also while the event loop is blocked. The kernel must confirm that the client runs as the same
-user. The thread reads no data from the client. The socket's name is in ``/proc/net/unix``, and vanishes with the
-process.
+user. The thread reads no data from the client. The socket's name is in ``/proc/net/unix`` until the process ends.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "aiocomms-live"
 TOLD: Final = 1024
-"""The largest number of pending ops, the oldest ones, that a client gets of each communicator."""
+"""The most pending ops of a communicator that a client gets. These are the oldest ops."""
 PATIENCE: Final = 1.0
-"""Seconds in which a client must take each message."""
+"""Seconds within which a client must read each message."""
 _LATER: Final = 1.0
-"""Seconds until the next ``accept`` after one that found no free descriptor."""
+"""Seconds until the next ``accept``, after an ``accept`` that found no free file descriptor."""
 _log = logging.getLogger("aiocomms")
 
 
 class Sight(msgspec.Struct):
-    """The activity of one communicator on one rank."""
+    """The state of one communicator on one rank."""
 
     header: Header
-    """The header. Its reason is the reason of the communicator's loss; empty: it is not lost."""
+    """The header. Its field ``reason`` gives the reason for the communicator's loss, and is empty without a loss."""
     meeting: str
-    """The key, the same on all ranks, that separates communicators of the same name."""
+    """A key that distinguishes communicators with the same name. All ranks of a communicator have the same key."""
     pending: list[Item]
     """The oldest pending ops."""
     statistics: Statistics
@@ -76,7 +75,7 @@ class Leaving(NamedTuple):
 
 
 class LiveView:
-    """The socket of this process, its thread, and the communicators that clients can see."""
+    """The socket of this process, the thread that serves it, and the communicators that clients can see."""
 
     def __init__(self) -> None:
         self.reset()
@@ -92,14 +91,14 @@ class LiveView:
         self._stopping, self._stopped = threading.Event(), _thread.allocate_lock()
 
     def _leave_to_parent(self) -> None:
-        """Close the socket in a forked child, which lacks the thread. An open socket would hide the parent's death."""
+        """Close the socket in a forked child, because an open socket would hide the parent's death."""
         for inherited in (self._listener, self._guest):
             if inherited is not None:
                 inherited.close()
         self.reset()
 
     def register(self, comm: Communicator) -> None:
-        """Show a communicator to clients until :meth:`unregister`. A failure is only logged."""
+        """Show a communicator to clients until :meth:`unregister`. A failure is logged, and raises no error."""
         if not dumps.wanted():
             return
         with self._lock:
@@ -113,7 +112,7 @@ class LiveView:
     def unregister(self, comm: Communicator) -> Leaving | None:
         """Stop showing a communicator. The socket and the thread end with the last communicator. Idempotent.
 
-        :returns: the ending thread, for which the caller calls ``finish``; None: the thread goes on.
+        :returns: the ending thread, for which the caller calls ``finish``; None if the thread continues.
         """
         with self._lock:
             self._comms.discard(comm)
@@ -162,7 +161,7 @@ class LiveView:
             stopped.release()
 
     def _tell(self, guest: socket.socket, stopping: threading.Event) -> None:
-        """Send a client the state of all communicators, a line of JSON for each."""
+        """Send a client the state of all communicators, as one line of JSON for each communicator."""
         guest.settimeout(PATIENCE)
         encoder = msgspec.json.Encoder()
         try:

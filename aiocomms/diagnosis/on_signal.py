@@ -12,12 +12,12 @@ _listeners: list[Callable[[str], object]] = []
 
 
 def listen(call: Callable[[str], object]) -> None:
-    """Call a function with the signal's name whenever one of the signals arrives."""
+    """Call a function with the signal's name each time the process gets one of the signals."""
     _listeners.append(call)
 
 
 def dump_on_signal(signum: int = signal.SIGUSR1) -> None:
-    """Write every communicator's flight recorder on each arrival of a signal, and then call the previous handler.
+    """Write every communicator's flight recorder each time a signal arrives, and then call the previous handler.
 
     The handler runs on the main thread, even while the event loop there is blocked in Python code or waits in a system
     call.
@@ -42,7 +42,7 @@ def dump_on_signal(signum: int = signal.SIGUSR1) -> None:
 def dump_if_asked() -> bool:
     """Install the handler if the environment requests one and there is none.
 
-    :returns: False: this is not the main thread, so no handler can be installed.
+    :returns: False if this is not the main thread, because only the main thread can install a handler.
     """
     if os.environ.get("AIOCOMMS_RECORDER_SIGNAL", "0") not in ("", "0") and not _handled:
         try:

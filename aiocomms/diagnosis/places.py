@@ -1,4 +1,4 @@
-"""Lines of the program: of a call, or of a suspended task."""
+"""Source lines of the program: the line of a call, or the line in which a task is suspended."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def caller() -> SourceLine:
 
 
 def suspended(coroutine: Any) -> str:
-    """Return the innermost line outside this library in which a task is suspended; empty: there is none."""
+    """Return the innermost line outside this library in which a task is suspended; empty if there is none."""
     found = ""
     while coroutine is not None:
         frame = below = None

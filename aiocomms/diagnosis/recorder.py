@@ -1,12 +1,12 @@
-"""The flight recorder: the last ops and the pending ops of a communicator, to be written to a file at its loss.
+"""The flight recorder: the last ops and the pending ops of a communicator, which are written to a file at its loss.
 
-It is always on. For an op that ends within its call it keeps the type and the time as two entries. It also keeps
-integer arguments, but no tensor. To read a tensor's size costs as much as all the rest. So the recorder keeps sizes
-only of ops that did not end within their call. The communicator has its pending ops anyway, and the recorder describes
-them in full on request.
+The recorder is always on. For an op that ends within its call, the recorder keeps two entries, the type and the time,
+and the op's integer arguments, but no tensor. To read a tensor's size takes as much time as everything else. So the
+recorder keeps sizes only for ops that did not end within their call. The communicator already has a list of its pending
+ops, and the recorder describes these in full on request.
 
-Most of its cost is cache space. The types and times of 512 ops fit into the first-level cache beside the program's
-data. Four times as many do not fit, and a tuple per op takes twice the space.
+Most of the cost is space in the processor's cache. The types and times of 512 ops fit into the first-level cache
+together with the program's data. Those of 2,048 ops do not fit. A tuple for each op would take twice the space.
 """
 
 from __future__ import annotations
@@ -40,27 +40,28 @@ if TYPE_CHECKING:
 
 FORMAT = "aiocomms recorder 1"
 DEFAULT, MOST = 512, 65536
-"""The number of ops that a communicator keeps by default, and the maximum, which also limits described pending ops."""
+"""The number of ops that a recorder keeps by default, and the most ops. The latter also limits the pending ops."""
 SHOWN = 8
-"""The largest number of pending ops and of tensors in short descriptions."""
+"""The most pending ops, and the most tensors, in a short description."""
 LONGEST = 300
-"""The longest name, place or message, in characters."""
+"""The greatest length of a name, source line or message, in characters."""
 UNMATCHED = "nothing matched"
-"""The words of the error for a receive that was withdrawn at its deadline."""
+"""The text of the error for a receive that was withdrawn at its deadline."""
 
 PLAN_LANE = "aiocomms.serving plan"
 """The beginning of the lane key of a service's plan; the plan's number follows."""
 _CHANNELS = {STREAM: "a stream", STREAM_DATA: "a stream"}
-"""The names of this library's messages by channel. Other channels do not occur among a communicator's ops."""
+"""The names of this library's own messages by channel. A communicator's ops use no other channels."""
 _ARGUMENTS = ("src", "dst", "root", "rank", "tag", "channel")
 _log = logging.getLogger("aiocomms")
 
 
 Entry = type[Op] | tuple[Any, ...] | float
-"""An entry of the ring: an op's type when it is called; when it has ended, the time or a :meth:`Recorder.row`."""
+"""An entry of the ring. The entry for the call of an op is the op's type. The entry for its end is the time or a
+:meth:`Recorder.row`."""
 
 Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
-"""A time in a file or an answer of another process, within bounds in which sums and microseconds are finite."""
+"""A time in a file or in an answer of another process. The bounds keep sums, and values in microseconds, finite."""
 
 
 class Item(msgspec.Struct, omit_defaults=True):
@@ -74,8 +75,8 @@ class Item(msgspec.Struct, omit_defaults=True):
     args: dict[str, int] = {}
     """The integer arguments of the op, such as peers and tag, by name."""
     collective: int | None = None
-    """The op's number among the collectives of its communicator, from 1, the same on all ranks. It is 0 in a lane, and
-    None if the op is no collective or the ring has dropped its call."""
+    """The op's number among the collectives of its communicator, from 1, the same on all ranks. The number is 0 in a
+    lane. It is None if the op is not a collective, or the ring no longer has the entry of its call."""
     bytes: int | None = None
     """The size of the op's tensor, unless the op ended within the call."""
     posted: Seconds | None = None
@@ -89,12 +90,12 @@ class Item(msgspec.Struct, omit_defaults=True):
     where: str = ""
     """The line of the program in which that task is suspended."""
     lane: str = ""
-    """The key of the op's lane, in words; empty: the op is in no lane."""
+    """The key of the op's lane, as text; empty if the op is in no lane."""
     of: str = ""
-    """The stream, service or plan that the op belongs to, or its window. The window is missing if the op ended within
-    the call."""
+    """The stream, service, plan or window that the op belongs to. A window is missing if the op ended within the
+    call."""
     idle: bool = False
-    """True if the op is a standing receive that no task waits for."""
+    """True if the op is a receive of this library for a message that may come, and no task waits for it."""
 
     def __str__(self) -> str:
         of = self.of or _CHANNELS.get(self.args.get("channel", USER), "")
@@ -110,20 +111,20 @@ class Item(msgspec.Struct, omit_defaults=True):
 
 
 def bare(words: str) -> str:
-    """Return the bare name from the words of a report: ``tokens`` from ``stream 'tokens'``."""
+    """Return the name alone from the text of a report: ``tokens`` from ``stream 'tokens'``."""
     return words.partition(" ")[2].strip("'\"")
 
 
 class Brief(msgspec.Struct, omit_defaults=True):
-    """The activity of one rank, in a few hundred bytes, for the other ranks."""
+    """A report on the ops of one rank, in a few hundred bytes, for the other ranks."""
 
     rank: int
     calls: int
     """The number of collectives that the rank has called."""
     ended: int
-    """The number of the last collective up to which all collectives have ended; 0: none."""
+    """The number of a collective: this collective and all earlier ones have ended; 0: none."""
     last: str = ""
-    """The name of that collective, if the recorder still has it."""
+    """The name of the collective with the number ``ended``, if the recorder still has it."""
     pending: list[Item] = []
     """The oldest pending ops."""
     more: int = 0
@@ -169,7 +170,7 @@ class Snapshot(msgspec.Struct):
 
 
 class PlanUnderWay(Protocol):
-    """A plan of a service, as reports use it."""
+    """A running plan of a service, for reports."""
 
     @property
     def called(self) -> float:
@@ -177,7 +178,7 @@ class PlanUnderWay(Protocol):
 
 
 class Look(NamedTuple):
-    """A copy of all changing data of a recorder at one time. It is made in few calls, and described later."""
+    """A copy of all changing data of a recorder at one time. The copy is fast; its description is made later."""
 
     flying: list[Flying]
     tasks: list[tuple[str, str]]
@@ -188,7 +189,7 @@ class Look(NamedTuple):
     streams: list[dict[Key, str]]
     """The names of streams, by the keys of their messages."""
     refused: set[int]
-    """The sequence numbers of collectives that could not be posted, which the common count excludes."""
+    """The sequence numbers of collectives that did not start. These do not count as collectives of all ranks."""
     issued: int
     calls: int
     wall: float
@@ -201,9 +202,9 @@ def _arguments(cls: type[Op]) -> list[str]:
 
 
 PEERS: dict[type[Op], Callable[[Any], Any]] = {}
-"""The readers of an op's integer arguments, by type of op; none for types without such arguments."""
+"""Functions that return an op's integer arguments, by type of op; absent for types without such arguments."""
 _KEPT: dict[type[Op], Callable[[Any], Any]] = {}
-"""The readers of an op's integer arguments, its window's name and its tensor's size, by type of op."""
+"""Functions that return an op's integer arguments, its window's name and its tensor's size, by type of op."""
 
 
 def _on_window(cls: type[Op]) -> bool:
@@ -230,7 +231,7 @@ class Recorder:
     """The ops of one communicator."""
 
     def __init__(self, comm: Core, in_flight: InFlight, size: int) -> None:
-        """Begin without ops.
+        """Create an empty recorder.
 
         :param size: the number of ops to keep.
         """
@@ -243,15 +244,15 @@ class Recorder:
         The entry of an end is the time, or a :meth:`row` if the op was pending, has failed, or has integer arguments.
         """
         self.lanes: Ring = comm.ledger.lanes
-        """The sequence number of each op in a lane, with the lane's key in words."""
+        """The sequence number of each op in a lane, with the lane's key as text."""
         self.refused: deque[int] = deque(maxlen=self.size)
         """See :class:`Look`."""
         self.streams: StreamLedger = StreamLedger(self.size)
         self.windows: WeakSet[WindowInfo] = WeakSet()
-        """The windows that were opened and not collected yet."""
+        """The windows that were opened, and not garbage-collected yet."""
         self.window_numbers: Iterator[int] = count(1)
         self.plans: Mapping[int, PlanUnderWay] = {}
-        """The plans that this rank has not ended, if the communicator has a service."""
+        """The plans that still run on this rank, if the communicator belongs to a service."""
         _learn(Op)
 
     @property
@@ -264,7 +265,7 @@ class Recorder:
     ) -> tuple[Any, ...]:
         """Return the row of an op that has ended or failed.
 
-        :param posted: the time since which the op was pending; None: it ended within its call.
+        :param posted: the time since which the op was pending; None if the op ended within its call.
         """
         op = work.op
         cls = type(op)
@@ -287,9 +288,9 @@ class Recorder:
         return _numbers(look, _rows(look)[0]).get(seq)
 
     def look(self, flying: list[Flying]) -> Look:
-        """Copy all changing data. Safe on any thread. The copy takes no lock, because a signal handler calls this.
+        """Copy all changing data. Thread-safe. The copy takes no lock, because a signal handler may call this.
 
-        :param flying: the pending works. If a work ended in this turn of the loop, its task is still suspended.
+        :param flying: the pending works. The task of a work that has just ended is still suspended.
         """
         comm = self._comm
         while True:  # Other threads may call ops meanwhile.
@@ -308,7 +309,7 @@ class Recorder:
         )
 
     def describe(self, look: Look, reason: str) -> Snapshot:
-        """Describe the copied data. Any thread may call this at any time."""
+        """Describe the copied data. Thread-safe."""
         called, finished = _rows(look)
         numbers = _numbers(look, called)
         ended = _ended(look, numbers, {row[0] for row in finished})
@@ -328,9 +329,9 @@ class Recorder:
 
 
 def _rows(look: Look) -> tuple[dict[int, type[Op]], list[tuple[Any, ...]]]:
-    """Return the types of the last ops by sequence number, and :meth:`Recorder.row` of those that have ended.
+    """Return the types of the last ops by sequence number, and :meth:`Recorder.row` of the ended ops.
 
-    Every call has a type entry, so counting back from the last call gives the sequence numbers.
+    Every call has a type entry. So this function gets the sequence numbers by counting back from the last call.
     """
     pending = {one.work.seq for one in look.flying}
     seq = look.issued - sum(isinstance(entry, type) for entry in look.entries)
@@ -349,7 +350,7 @@ def _rows(look: Look) -> tuple[dict[int, type[Op]], list[tuple[Any, ...]]]:
 
 
 def _numbers(look: Look, called: dict[int, type[Op]]) -> dict[int, int]:
-    """Return the numbers of collectives by sequence number, counted back from the last call, which may be running."""
+    """Return the collective number for each sequence number of a collective, counted back from the last call."""
     seqs = {seq for seq, cls in called.items() if cls.family == "collectives"}
     seqs |= {one.work.seq for one in look.flying if one.work.op.family == "collectives"}
     lanes = look.lanes.keys() | {one.work.seq for one in look.flying if isinstance(one.work, LaneWork)}
@@ -358,7 +359,7 @@ def _numbers(look: Look, called: dict[int, type[Op]]) -> dict[int, int]:
 
 
 def _ended(look: Look, numbers: dict[int, int], finished: set[int]) -> int:
-    """Return the number of the last collective up to which all collectives have ended."""
+    """Return the number of a collective: this collective and all earlier ones have ended."""
     return min((number - 1 for seq, number in numbers.items() if number and seq not in finished), default=look.calls)
 
 
@@ -372,7 +373,7 @@ def _brief(rank: int, look: Look, ended: int, pending: Sequence[Item], finished:
 
 @cache
 def _boot() -> str:
-    """Return the id of the host, whose monotonic clock gives the times; empty: unknown."""
+    """Return the id of this host, whose monotonic clock gives the times; empty if unknown."""
     try:
         return host_id()
     except OSError:  # There may be no free descriptor.
@@ -380,7 +381,7 @@ def _boot() -> str:
 
 
 def capacity() -> int:
-    """Return the number of ops that a communicator keeps: ``AIOCOMMS_RECORDER``, rounded up to a power of two."""
+    """Return the number of ops that a recorder keeps: ``AIOCOMMS_RECORDER``, rounded up to a power of two."""
     text = os.environ.get("AIOCOMMS_RECORDER", "")
     if not text:
         return DEFAULT
@@ -414,13 +415,13 @@ def called(op: Op) -> str:
 
 
 def window_of(op: Op) -> str:
-    """Return the name of an op's window in reports; empty: the op has none, or an internal one of this library."""
+    """Return the name of an op's window in reports; empty if the op has no window, or an internal one."""
     window = getattr(op, "window", None)
     return window.name if isinstance(window, WindowInfo) else ""
 
 
 def peers(op: Op) -> list[int]:
-    """Return the other ranks of a message, a batch or an op on a window."""
+    """Return the ranks with which a message, a batch or an op on a window communicates."""
     parts = getattr(op, "parts", (op,))
     return sorted({rank for part in parts for name, rank in _numbers_of(part).items() if name in ("src", "dst")})
 
@@ -434,13 +435,13 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def _plan_of(lane: str) -> str:
-    """Return the plan of a lane, such as ``plan 3``; empty: the lane belongs to no plan."""
+    """Return the plan of a lane, such as ``plan 3``; empty if the lane belongs to no plan."""
     number = lane.removeprefix(f"{PLAN_LANE} ")
     return f"plan {number}" if number != lane and number.isdecimal() else ""
 
 
 def _of(op: str, args: dict[str, int], streams: dict[Key, str]) -> str:
-    """Return the stream of a message, in words; empty: the message belongs to no stream."""
+    """Return the stream of a message, as text; empty if the message belongs to no stream."""
     channel = args.get("channel", USER)
     if channel not in _CHANNELS:
         return ""

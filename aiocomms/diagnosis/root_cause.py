@@ -1,11 +1,11 @@
 """Reports of a rank's fatal exception to torchrun, which then names the rank that failed first.
 
-torchrun takes the first failure for the cause. It compares the times in its error files, or without a file the times at
-which it notices the ends of processes. In the same second it takes the lowest rank. When one process has ended,
-torchrun ends the others.
+torchrun assumes that the first failure is the cause. It compares the times in the ranks' error files. For a rank
+without a file, it uses the time at which it notices the end of the process. Among failures in the same second, torchrun
+chooses the lowest rank. When one process has ended, torchrun ends the other processes.
 
-A rank that only gets the error of another rank often ends first, because the rank at fault still closes its resources.
-So a rank whose error names another rank reports a later time, and waits before it ends.
+A rank that fails only because of another rank often ends first, because the other rank still closes its resources. So a
+rank whose error names another rank reports a later time, and waits before it ends.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.failures import is_caused
 
 PATIENCE: Final = 2.0
-"""Seconds for which this rank waits for the end of the rank at fault. Meanwhile torchrun may end this rank."""
+"""Seconds for which this rank waits for the end of the rank that its error names. Meanwhile torchrun may end this
+rank."""
 _FILE: Final = "TORCHELASTIC_ERROR_FILE"
 
 
 def tell_torchrun() -> None:
-    """Begin to report to torchrun the exceptions that end the process, if torchrun has started the process."""
+    """Report fatal exceptions of this process to torchrun from now on, if torchrun has started this process."""
     if _FILE in os.environ and sys.excepthook is not _told:
         global _before
         _before, sys.excepthook = sys.excepthook, _told
@@ -48,7 +49,7 @@ def _told(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def _write(path: str, error: BaseException, at: int, *, again: bool) -> None:
-    """Write an error file as torch does. A file from torch's ``record`` stays, unless ``again`` is true."""
+    """Write an error file as torch does. Do not replace a file of torch's ``record``, unless ``again`` is true."""
     lines = "".join(traceback.format_exception(error))
     extra = {"py_callstack": lines, "timestamp": str(at)}
     try:

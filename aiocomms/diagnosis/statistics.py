@@ -1,4 +1,4 @@
-"""The statistics of a communicator. The core keeps their counts anyway, so they do not slow down ops."""
+"""The statistics of a communicator. The core needs these counts itself, so statistics do not slow down ops."""
 
 from __future__ import annotations
 
@@ -28,74 +28,76 @@ class Failures(msgspec.Struct, frozen=True):
     error: str
     """The name of the error's class, such as ``"CommTimeoutError"``."""
     peer: int | None
-    """The rank at fault that the error names; None: it names no rank."""
+    """The rank that the error names as the cause; None if the error names no rank."""
     count: int
 
 
 class WindowStatistics(msgspec.Struct, frozen=True):
-    """A window that is open on this rank, or a region of a connection of endpoints."""
+    """A window that is open on this rank, or a region of a connection between endpoints."""
 
     name: str
     """The name in reports: ``window 2``, or ``region 3`` for endpoints."""
     bytes: int
-    """The bytes of this rank's part."""
+    """The bytes of the window on this rank."""
     peer_bytes: int
-    """The bytes of all other ranks' parts."""
+    """The sum of the bytes of the window on all other ranks."""
 
 
 class Statistics(msgspec.Struct, frozen=True):
-    """One rank's view of a communicator at one time. Counts are of this rank's ops since the communicator was formed.
+    """The statistics of a communicator on one rank. They count this rank's ops since the communicator was formed.
 
-    An op counts as done if it has ended without an error. The counts include the ops that a split, a stream or the
-    opening of a window calls.
+    An op counts as done if it has ended without an error. The counts include the ops that the library itself calls for
+    a split, a stream or the opening of a window.
     """
 
     name: str
-    """The communicator's name, without the numbers that reconfigurations append to it or to its parent's name."""
+    """The communicator's name, without the numbers that reconfigurations append to this name or to the parent's
+    name."""
     generation: int
-    """The number of the communicator: 1, and one more after each reconfiguration."""
+    """1, plus 1 for each reconfiguration that led to this communicator."""
     transports: Mapping[str, str]
     """The name of each family's transport, as in :attr:`Communicator.transports`."""
     issued: int
-    """Ops called."""
+    """The number of called ops."""
     collectives: int
-    """Collectives called outside lanes. The number is the same on all ranks once they have made the same calls."""
+    """The number of collectives called outside lanes. Ranks that have made the same calls have the same number."""
     in_lanes: int
-    """Ops called in lanes."""
+    """The number of ops called in lanes."""
     done: int
     """Ops that have ended without an error."""
     failed: Sequence[Failures]
-    """Ops that have failed, or were abandoned with the communicator, by reason; the most frequent first."""
+    """Ops that have failed, also because the communicator was lost or closed, by reason; the most frequent first."""
     withdrawn: int
-    """Receives and waits that were withdrawn before a match."""
+    """Receives, probes and waits for signals that were withdrawn before a match."""
     refused: int
-    """Ops that could not be posted. Their callers got the error, and no byte was sent."""
+    """Ops that could not start. Their calls raised the error, and sent nothing."""
     pending: int
-    """Ops under way, except standing receives."""
+    """Pending ops, except the receives that ``standing`` counts."""
     pending_bytes: int
     """Bytes of the pending ops' tensors."""
     pending_lanes: int
     """Lanes with pending ops."""
     oldest: float | None
-    """Seconds for which the oldest pending op, except standing receives, has been under way; None: there is none."""
+    """Seconds since the call of the oldest op that ``pending`` counts; None if there is none."""
     silence: Mapping[int, float]
-    """Seconds without a sign of life of each other rank. The heartbeat measures them only while ops are pending, about
-    once a second. The mapping is empty if no op was pending recently, or no transport can measure."""
+    """Seconds since the last sign of life of each other rank. The heartbeat measures these times about once a second,
+    and only while ops are pending. The mapping is empty if no op was pending recently, or no transport has a
+    heartbeat."""
     shared_memory: int | None
-    """Bytes of memory that the transports share with other processes of this host; None: unknown."""
+    """Bytes of memory that the transports share with other processes of this host; None if unknown."""
     streams: Sequence[StreamStatistics] = ()
     """The streams that are open at this end."""
     standing: int = 0
-    """Standing receives of this library for messages that may come, such as those of an idle stream."""
+    """Pending receives of this library for messages that may never come, such as those of an idle stream."""
     plans: Mapping[int, float] = {}
-    """The seconds since the start of each plan that this rank has not ended, by the plan's number in its service. On
-    rank 0 these are the plans that any rank has not ended."""
+    """The seconds since the start of each plan that still runs on this rank, by the plan's number in its service. On
+    rank 0, these are the plans that still run on any rank."""
     windows: Sequence[WindowStatistics] = ()
     """The open windows, in the order of their names."""
 
 
 def statistics_of(core: Core, transports: Mapping[str, str]) -> Statistics:
-    """Return a communicator's statistics, without a lock or an op. Any thread may call this at any time."""
+    """Return a communicator's statistics, without a lock or an op. Thread-safe."""
     # This reads the failures before it counts the ops, so that no op is missing below.
     failures, refused = dict(core.failures), core.refusals
     flying, now = core.in_flight.look(), clock.now()

@@ -1,7 +1,8 @@
 """The counts of streams: names, items sent, received and queued, and the time for which tasks were blocked.
 
 A stream changes its own :class:`StreamCounts`. Statistics, exporters, ``aiocomms top`` and the flight recorder read
-them. The flight recorder finds the stream of a message in them, so no message has to carry its stream's name.
+these counts. They also tell the flight recorder the stream of a message, so a message does not contain its stream's
+name.
 """
 
 from __future__ import annotations
@@ -17,32 +18,33 @@ from aiocomms.lowlevel.threads import copied
 from aiocomms.ops import STREAM, STREAM_DATA
 
 _PARTS = 4
-"""The number of tags of one end: one for headers, one for the data after them, one for credits, and one unused."""
+"""The number of tags of one end of a stream: for headers, for data, for credits, and one unused tag."""
 
 
 class StreamStatistics(msgspec.Struct, frozen=True):
-    """One end of a stream at one time. The counts and seconds are those of this end since both ends were opened."""
+    """The statistics of one end of a stream, since both ends were opened."""
 
     name: str
-    """The name given at the opening; empty: none."""
+    """The ``name`` argument of ``open_stream``; empty if there was none."""
     number: int
-    """The stream's number among those that this rank has opened on its communicator, from 1."""
+    """The stream's number among the streams that this rank has opened on its communicator, from 1."""
     peer: int
-    """The other rank."""
+    """The rank at the other end."""
     seconds: float
-    """Seconds from the opening of both ends until now or the close of this end; 0: the other end is not open yet."""
+    """Seconds from the opening of both ends until now, or until the close of this end; 0 before both ends are open."""
     sent: int
-    """Items whose send has begun, because the other end had room."""
+    """Items whose transfer has begun. A transfer begins when the other end can queue the item."""
     received: int
-    """Items that the program has taken."""
+    """Items that ``receive`` has returned to the program."""
     queued: int
-    """Items that have arrived and that the program has not taken."""
+    """Items that have arrived, and that ``receive`` has not returned yet."""
     queued_bytes: int
     """The bytes of the queued items."""
     capacity: int
-    """The largest number of items that this end queues."""
+    """The most items that this end queues."""
     send_blocked: float
-    """Seconds with at least one task suspended in ``send``: no room at the other end, or a slow transfer."""
+    """Seconds with at least one task suspended in ``send``, because the other end's queue is full or the transfer is
+    slow."""
     receive_blocked: float
     """Seconds with at least one task suspended in ``receive``."""
 
@@ -52,7 +54,7 @@ class StreamStatistics(msgspec.Struct, frozen=True):
         return words(self.name, self.number)
 
     def bubble(self, after: StreamStatistics) -> float:
-        """Return the share of time for which a pipeline stage waited to receive from this stream, or to send a result.
+        """Return the share of time in which a pipeline stage waited to receive from this stream, or to send a result.
 
         :param after: the stream on which the stage sends its results for the items of this stream.
         :returns: a number from 0 (the stage always worked) to 1; 0 for streams that are not open yet.
@@ -67,7 +69,7 @@ def words(name: str, number: int) -> str:
 
 
 class Blocked:
-    """The seconds with at least one task suspended. One thread changes the object, and any thread may read it."""
+    """The seconds during which at least one task was suspended. One thread changes this object; any thread may read."""
 
     __slots__ = ("_sum", "_tasks")
 
@@ -90,7 +92,7 @@ class Blocked:
             self._sum += clock.now()
 
     def seconds(self, now: float) -> float:
-        """Return the sum until the time ``now``."""
+        """Return the total seconds until the time ``now``."""
         known = self._sum
         return known if known >= 0 else max(0.0, now + known)
 
@@ -130,7 +132,7 @@ class StreamCounts:
         self._closed = clock.now()
 
     def statistics(self) -> StreamStatistics:
-        """Return the current statistics. Safe on any thread."""
+        """Return the current statistics. Thread-safe."""
         now = clock.now() if self._closed is None else self._closed
         sizes = [size for _, size in copied(self._queue)]
         return StreamStatistics(
@@ -153,7 +155,7 @@ Key = tuple[str, int, int, int]
 
 
 def key_of(op: str, peer: int, tag: int, channel: int) -> Key:
-    """Return the key of a message. After the greeting, all tags of a stream's end have the same key."""
+    """Return the key of a message. After the first message, all tags of one end of a stream have the same key."""
     return op, peer, channel, tag if channel == STREAM else tag // _PARTS
 
 
@@ -161,15 +163,15 @@ class StreamLedger:
     """The counts of a communicator's open streams, and the names of the last closed streams."""
 
     def __init__(self, kept: int) -> None:
-        """Begin without streams.
+        """Create an empty ledger.
 
-        :param kept: the number of closed streams to keep. The number of recorded ops suffices.
+        :param kept: the number of closed streams to keep. As many as recorded ops are enough.
         """
         self._open: WeakValueDictionary[int, StreamCounts] = WeakValueDictionary()
         self._closed: deque[dict[Key, str]] = deque(maxlen=kept)
 
     def add(self, counts: StreamCounts) -> None:
-        """Keep a stream until it is closed or collected."""
+        """Add a stream. The ledger keeps the stream until it is closed or garbage-collected."""
         self._open[counts.number] = counts
 
     def close(self, counts: StreamCounts) -> None:
@@ -179,7 +181,7 @@ class StreamLedger:
             self._closed.append(counts.names)
 
     def statistics(self) -> list[StreamStatistics]:
-        """Return the statistics of all open streams. Safe on any thread."""
+        """Return the statistics of all open streams. Thread-safe."""
         return [counts.statistics() for counts in copied(self._open.values())]
 
     def names(self) -> list[dict[Key, str]]:

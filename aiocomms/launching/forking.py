@@ -1,4 +1,4 @@
-"""The supervisor's side of the fork server, which starts it, sends messages, and receives starts and ends of ranks."""
+"""The supervisor's side of the fork server: it starts the fork server, and exchanges messages with it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aiocomms.lowlevel import run_in_thread
 
 _CODE: Final = "import sys; from aiocomms.launching.forkserver import main; main(int(sys.argv[1]))"
 _MARGIN: Final = 10.0
-"""Seconds beyond the grace time after which a fork server that has not ended is killed."""
+"""Seconds after the grace time until the supervisor kills a fork server that has not ended."""
 
 
 class ForkServer:
@@ -32,7 +32,7 @@ class ForkServer:
 
     def __init__(self, settings: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         self.ready = self.killed = False
-        """True once the process has imported all modules, and once :meth:`signal` has killed it before that."""
+        """True once the process has imported all modules, or :meth:`signal` has killed it during the imports."""
         self._grace = float(settings["grace"])
         first = _encoded(settings, "the program's arguments have")
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -51,15 +51,16 @@ class ForkServer:
         """Tell the fork server to start a process.
 
         :param key: the name of the process in messages.
-        :param descriptors: stdout, stderr, the socket to the supervisor, and possibly a listening socket. The caller
-            still owns them.
+        :param descriptors: the file descriptors of stdout, stderr, the socket to the supervisor, and possibly a
+            listening socket. The caller must close them later.
         """
         await self._send(["start", key, dict(environment)], descriptors)
 
     async def signal(self, key: str, number: int) -> None:
         """Tell the fork server to send a signal to a process. A process that has ended gets no signal.
 
-        During its imports the fork server reads no message and has no process, so SIGKILL ends the fork server itself.
+        During its imports, the fork server reads no messages and has no child processes. So at this time, this method
+        sends SIGKILL to the fork server itself.
         """
         if number == SIGKILL and not self.ready:
             self._kill()
@@ -80,8 +81,9 @@ class ForkServer:
     async def hear(self) -> list[Any] | None:
         """Wait for the next message of the fork server.
 
-        :returns: the message, or None if the fork server has ended. The message begins with ``ready``; with ``failed``
-            and a reason; or with ``started``, ``refused`` or ``ended`` and the key of a process.
+        :returns: the message, or None if the fork server has ended. The first element is ``ready``, ``failed``,
+            ``started``, ``refused`` or ``ended``. After ``failed`` comes a reason, and after the last three the key of
+            a process.
         """
         while True:
             await anyio.wait_readable(self._socket)
@@ -111,7 +113,7 @@ class ForkServer:
             await run_in_thread(self._process.wait)
 
     def _kill(self) -> None:
-        """Kill the fork server. The kernel kills its processes, too."""
+        """Kill the fork server. The kernel then kills its child processes, too."""
         self.killed = True
         self._process.kill()
 

@@ -1,10 +1,10 @@
 """The fork server: a process that has imported the modules of the ranks, and forks to start each rank.
 
-The supervisor starts it with one end of a socket pair. It imports torch, aiocomms and the user's ``preload`` modules,
-and then forks once for each start message. So a new rank starts at once. The fork server has one thread, reaps its
-children, and reports the exit code of each.
+The supervisor starts the fork server with one end of a socket pair. The fork server imports torch, aiocomms and the
+user's ``preload`` modules. Then it forks once for each start message, so a new rank starts at once. The fork server has
+one thread, waits for its children, and reports the exit code of each child.
 
-If the supervisor ends, the socket closes: the fork server ends the ranks by SIGTERM and, after the grace time, by
+If the supervisor ends, the socket closes. Then the fork server sends SIGTERM to the ranks and, after the grace time,
 SIGKILL. If the fork server itself is killed, the kernel kills the ranks (``PR_SET_PDEATHSIG``).
 """
 
@@ -29,10 +29,10 @@ from typing import Any, Final, NamedTuple, NoReturn
 from aiocomms.lowlevel import clock
 
 LARGEST: Final = 2**18
-"""The largest message in bytes. A rank's environment is the longest content."""
+"""The largest message in bytes. The longest part of a message is a rank's environment."""
 PRELOADED: Final = ("torch", "torch.distributed", "aiocomms.communicator.formation", "aiocomms.serving")
 LISTENING: Final = 3
-"""The descriptor of a program's first listening socket: systemd's SD_LISTEN_FDS_START."""
+"""The file descriptor of a program's first listening socket, as systemd defines it (SD_LISTEN_FDS_START)."""
 _HIGH: Final = 64  # The fork server's own descriptors are above those that programs expect.
 _PR_SET_PDEATHSIG: Final = 1
 _INT: Final = array.array("i").itemsize
@@ -46,7 +46,7 @@ class Birth(NamedTuple):
 
 
 def main(descriptor: int) -> NoReturn:
-    """Serve the supervisor until it has ended; in a forked process, run the program."""
+    """Obey the supervisor until the supervisor has ended. In a forked process, run the program."""
     _die_with_parent(os.getppid())  # During the imports the process cannot read the socket.
     control = socket.socket(fileno=fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH))
     os.close(descriptor)
@@ -85,7 +85,7 @@ class _Server:
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
 
     def serve(self) -> Birth | None:
-        """Obey the supervisor until it has ended; in a forked process, return its program and environment."""
+        """Obey the supervisor until it has ended. In a forked process, return the program and the environment."""
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         poll.register(self._woken, select.POLLIN)
@@ -105,7 +105,7 @@ class _Server:
                     return None
 
     def _next(self) -> tuple[list[Any], list[int]]:
-        """Return a message, if there is one, and its descriptors."""
+        """Return the next message, empty if there is none yet, and the file descriptors that came with it."""
         flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         try:
             # socket.recv_fds drops the flags.
@@ -155,7 +155,7 @@ class _Server:
             self._reap()
 
     def _fork(self, key: str, environment: dict[str, str], descriptors: list[int]) -> Birth | None:
-        """Fork; return the program and environment in the fork, and None in this process."""
+        """Fork. Return the program and the environment in the child process, and None in this process."""
         parent = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -181,10 +181,11 @@ class _Server:
 
 
 def _part(ranks: int) -> None:
-    """Leave the process group of the fork server, and also its session if each rank has a core of its own.
+    """Leave the process group of the fork server. If there is a core for each rank, also leave its session.
 
-    Linux divides the cores among sessions first (autogroup), so a rank in its own session gets more time beside other
-    programs. Ranks that share cores lose by it, because sessions interrupt each other. See docs/benchmarks/serve.md.
+    Linux first divides the time of the cores among sessions (autogroup). So a rank in a separate session gets more time
+    while other programs run. Ranks that share a core are slower in separate sessions, because sessions interrupt each
+    other. See docs/benchmarks/serve.md.
 
     :param ranks: the number of ranks on this host.
     """
@@ -195,9 +196,9 @@ def _part(ranks: int) -> None:
 
 
 def _take(descriptors: list[int]) -> dict[str, str]:
-    """Install a rank's descriptors: stdout, stderr, the line to the supervisor, and possibly a listening socket.
+    """Install a rank's file descriptors: stdout, stderr, the socket to the supervisor, and maybe a listening socket.
 
-    :returns: the environment variables that describe them to the program.
+    :returns: the environment variables that tell the program the numbers of these descriptors.
     """
     out, err, reports, *listeners = descriptors
     os.dup2(out, 1)
@@ -265,7 +266,7 @@ def _set_path(program: Sequence[str]) -> None:
 
 
 def _reserve(descriptor: int) -> None:
-    """Open a descriptor, so that no other file gets its number."""
+    """Open the null device with this descriptor, so that no other file gets the number."""
     null = os.open(os.devnull, os.O_RDWR)
     if null != descriptor:
         os.dup2(null, descriptor, inheritable=False)

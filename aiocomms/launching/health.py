@@ -1,4 +1,4 @@
-"""The HTTP probes of the supervisor and its ranks for a cluster: ``/healthz`` and ``/readyz``."""
+"""The HTTP health probes of the supervisor and its ranks: ``/healthz`` and ``/readyz``."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from aiocomms.launching.job import At, reason_of
 
 _LARGEST: Final = 8192
 _PATIENCE: Final = 5.0
-"""Seconds in which a request must arrive."""
+"""Seconds within which a client must send its request."""
 _MOST: Final = 32
-"""The largest number of connections at a time. A further one takes the place of the oldest."""
+"""The most connections at a time. A further connection replaces the oldest connection."""
 _PAUSE: Final = 0.1
 """Seconds before another attempt to accept a connection, if there is no free descriptor for it."""
 
 State = Callable[[], Mapping[str, Any]]
-"""A function that returns the body of an answer. ``ready`` is true if all ranks have formed a communicator."""
+"""A function that returns the body of an answer. Its field ``ready`` is true if all ranks have a communicator."""
 
 
 def answer(request: bytes, state: Mapping[str, Any]) -> bytes:
     """Return the HTTP/1.1 answer to a request.
 
-    :param request: the head of the request.
+    :param request: the request's first line and headers.
     :param state: the body of the answer.
     """
     method, path, *_ = (*request.split(b"\r\n")[0].split(b" "), b"", b"")
@@ -51,9 +51,9 @@ def answer(request: bytes, state: Mapping[str, Any]) -> bytes:
 
 
 async def serve_health(at: At, state: State, *, task_status: TaskStatus[At]) -> None:
-    """Answer requests, each on a connection of its own, until this call is cancelled.
+    """Answer requests until this call is cancelled. Each connection carries one request.
 
-    :param task_status: gets the address with the port, which the system chooses if the port of ``at`` is 0.
+    :param task_status: the object that gets the address. If the port of ``at`` is 0, the system chooses the port.
     :raises ArgumentError: the address cannot be bound.
     """
 
@@ -82,9 +82,10 @@ async def _accept(
     connections: dict[anyio.CancelScope, None],
     handle: Callable[[ByteStream], Awaitable[None]],
 ) -> None:
-    """Accept connections without end. No connection ends the caller, which supervises the ranks.
+    """Accept connections until this call is cancelled. An error of a connection does not end the supervisor.
 
-    :param connections: the scopes of all connections, the oldest first. Clients that send nothing delay no request.
+    :param connections: the cancel scopes of all connections, the oldest first. If there are too many connections, the
+        oldest is cancelled. So clients that send nothing do not delay other requests.
     """
 
     async def answer_one(stream: ByteStream, scope: anyio.CancelScope) -> None:

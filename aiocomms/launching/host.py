@@ -35,7 +35,8 @@ class RankProcess:
         self.pid: int | None = None
         self.formed = False
         self.pipes: list[int] = []
-        """The ends of stdout, stderr and the line, which carries the rank's reports and the notice of replacement."""
+        """This process's ends of stdout, stderr and the *line*: a socket for the rank's reports and for
+        announcements."""
         self.theirs: list[int] = []
         line = socket.socketpair()
         for mine, its in (os.pipe(), os.pipe(), (line[0].detach(), line[1].detach())):
@@ -49,14 +50,14 @@ class RankProcess:
         self.pumping = 2
 
     def announce(self, what: str) -> None:
-        """Tell the process why it gets a signal next; see ``bootstrap/supervised.py``."""
+        """Tell the process the reason for the next signal; see ``bootstrap/supervised.py``."""
         if self.pipes[2] != _CLOSED:
             with contextlib.suppress(OSError):  # The process may just have ended.
                 os.write(self.pipes[2], f"{what}\n".encode())
 
 
 class HostProcesses:
-    """The ranks of this host, as forks of one fork server. A new fork server replaces a killed one.
+    """The ranks of this host, as child processes of one fork server. A new fork server replaces a killed fork server.
 
     :param settings: the fork server's first message.
     :param environment: the environment that the ranks inherit.
@@ -95,7 +96,8 @@ class HostProcesses:
     async def signal(self, rank: int, number: int, announcement: str = "") -> None:
         """Send a signal to the process of a rank, if the rank has a process.
 
-        :param announcement: the reason that the process is told first, if any; see ``bootstrap/supervised.py``.
+        :param announcement: the reason of the signal, which the process gets before the signal; see
+            ``bootstrap/supervised.py``. Empty: no announcement.
         """
         process = self.processes.get(rank)
         if process is not None and self._server is not None:
@@ -145,7 +147,7 @@ class HostProcesses:
                         self._tell(("ended", process.rank, process.incarnation, code))
 
     async def _lose(self) -> None:
-        """Note that the fork server and all its forks were killed."""
+        """Record that the fork server and all its child processes were killed."""
         server, self._server = self._server, None
         assert server is not None
         early = not server.ready and not server.killed
@@ -181,7 +183,7 @@ class HostProcesses:
             os.close(pipe)
 
     def _read_reports(self, process: RankProcess) -> bool:
-        """Read the available reports; return False at the end of the line."""
+        """Read the available reports from the line. Return False if the rank has closed the line."""
         if process.pipes[2] == _CLOSED:
             return False
         data = _read(process.pipes[2])
@@ -222,7 +224,7 @@ class HostProcesses:
 
 
 def _read(pipe: int) -> bytes | None:
-    """Return the available data of a pipe: empty at its end, None if there is no data yet."""
+    """Return the available data of a pipe: empty if the pipe was closed, None if there is no data yet."""
     try:
         return os.read(pipe, _PIECE)
     except BlockingIOError:

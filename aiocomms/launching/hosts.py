@@ -1,8 +1,8 @@
-"""The supervisors of several hosts: the first one decides for all, and the others carry out its orders.
+"""The supervisors of several hosts: the first host's supervisor decides, and the others execute its orders.
 
-They meet in a store, which the first one serves at the rendezvous, only to processes that have the job's token. In the
-store each host has a queue of messages. A host asks for its next message again and again, and so notices within 30 s
-that the first host does not answer.
+The supervisors exchange messages through a store. The first host serves this store at the rendezvous address, and only
+processes with the job's token can use it. In the store, each host has a queue of messages. Every host polls its queue,
+so it notices within 30 s that the first host does not answer.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from aiocomms.lowlevel.stores import new_server, store_errors
 _COMES: Final = 600.0
 """Seconds for which a host waits for the first host."""
 _LEAVES: Final = 10.0
-"""Seconds for which the first host waits until the others know that the job is over."""
+"""Seconds for which the first host waits until the other hosts have confirmed the end of the job."""
 _ANSWERS: Final = timedelta(seconds=30)
-"""The time for which the first host may not answer."""
+"""The time after which a first host that does not answer counts as failed."""
 _PAUSE: Final = 0.05
-"""Seconds between two looks for a message."""
+"""Seconds between two polls for a message."""
 
 
 class HostQueue:
-    """The message queues of all hosts, from the view of one host. All calls block.
+    """The message queues of all hosts, as one host uses them. All calls block.
 
-    :param at: the rendezvous.
+    :param at: the address of the rendezvous.
     :param host: the number of this host.
     :param size: the number of hosts.
     :raises StoreLostError: the first host does not start in time.
@@ -80,7 +80,7 @@ class HostQueue:
         return message
 
     def close(self) -> None:
-        """End :meth:`receive`, whose thread would keep the store."""
+        """End a pending :meth:`receive`, whose thread would otherwise keep the store alive."""
         self._closed = True
 
 
@@ -93,7 +93,7 @@ def _serve(at: At) -> JobStore:
 
 
 class OtherHosts:
-    """The other hosts, from the view of the first host.
+    """The other hosts, as the first host uses them.
 
     :param size: the number of hosts.
     :param tell: the function to call with each event of another host.
@@ -105,7 +105,7 @@ class OtherHosts:
         self._all_left = anyio.Event()
 
     async def do(self, host: int, deed: Start | Tell, variables: Mapping[str, str], announcement: str) -> None:
-        """Tell a host to start a process or to send a signal to one."""
+        """Tell a host to start a process, or to send a signal to a process."""
         if isinstance(deed, Start):
             message = ["start", deed.rank, deed.incarnation, deed.generation, deed.restarts, dict(variables)]
             await self._send(host, message)
@@ -129,7 +129,7 @@ class OtherHosts:
                     self._tell(tuple(event))
 
     async def end(self, code: int) -> None:
-        """Tell the other hosts that the job is over, and wait until they have confirmed."""
+        """Tell the other hosts that the job is over, and wait for their confirmations."""
         for host in sorted(self._left):
             await self._send(host, ["over", code])
         with anyio.move_on_after(_LEAVES):

@@ -1,4 +1,4 @@
-"""The description of a job, and the checks of it."""
+"""The description of a job, and the checks of a description."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from aiocomms.lowlevel.auth import check_exposed, read_token
 from aiocomms.lowlevel.sockets import listen_at
 
 Restart = Literal["never", "on-failure"]
-"""The treatment of a rank that dies."""
+"""The reaction to the death of a rank."""
 
 
 class At(NamedTuple):
-    """A host and port to listen at."""
+    """The host and the port of a listening address."""
 
     host: str
     port: int
@@ -38,23 +38,24 @@ class Job(msgspec.Struct, kw_only=True, frozen=True):
     ranks: int = 1
     """The number of ranks on each host."""
     restart: Restart = "never"
-    """The treatment of a rank that dies: ``never`` ends all ranks; ``on-failure`` starts a new process in its place."""
+    """The reaction to the death of a rank: ``never`` ends all ranks; ``on-failure`` starts a new process for this
+    rank."""
     max_restarts: int = 8
-    """The number of restarts of one rank within 60 s. A further failure ends the job."""
+    """The most restarts of one rank within 60 s. A further failure ends the job."""
     grace: float = 30.0
-    """Seconds between SIGTERM and SIGKILL."""
+    """Seconds from SIGTERM to SIGKILL, when the supervisor ends a rank."""
     nnodes: int = 1
     """The number of hosts, each with one supervisor."""
     node_rank: int = 0
     """The number of this host."""
     rendezvous: str | None = None
-    """``HOST:PORT`` of the first host, at which the supervisors meet."""
+    """``HOST:PORT`` on the first host, to which the supervisors of the other hosts connect."""
     health: str | None = None
     """``PORT`` or ``HOST:PORT`` at which the supervisor serves ``/healthz`` and ``/readyz``."""
     listen: str | None = None
-    """``HOST:PORT`` of a listening socket that rank 0 gets by systemd's protocol."""
+    """``HOST:PORT`` of a listening socket, which rank 0 gets as file descriptor 3 (systemd's protocol)."""
     log_dir: str | None = None
-    """The folder for one file of output per process."""
+    """The folder in which each process gets a file with its output; None: no files."""
     preload: Sequence[str] = ()
     """Modules that are imported once for all ranks."""
 
@@ -66,8 +67,8 @@ class Job(msgspec.Struct, kw_only=True, frozen=True):
     def check(self, environ: Mapping[str, str]) -> None:
         """Check the job before any process starts.
 
-        :raises ArgumentError: an option is wrong. The error names the option and the wanted value.
-        :raises ArgumentTypeError: an option has another type.
+        :raises ArgumentError: an option has a wrong value. The error names the option and the wanted value.
+        :raises ArgumentTypeError: an option has a wrong type.
         """
         for name, value, least in (
             ("ranks", self.ranks, 1), ("nnodes", self.nnodes, 1), ("max_restarts", self.max_restarts, 0)
@@ -137,7 +138,7 @@ class Job(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def _plain(value: object) -> object:
-    """Return a value of a builtin type in place of a path, of a subclass of float, and of another sequence than str."""
+    """Convert a path, a subclass of float, or a sequence other than str to a builtin type."""
     if isinstance(value, float):
         return float(value)
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -146,7 +147,7 @@ def _plain(value: object) -> object:
 
 
 def place(name: str, text: str) -> At:
-    """Parse an address of the form ``HOST:PORT``, ``[HOST]:PORT`` or ``PORT``; the last one means the loopback address.
+    """Parse an address of the form ``HOST:PORT``, ``[HOST]:PORT`` or ``PORT``, which means the loopback address.
 
     :param name: the name of the option, for the error.
     :raises ArgumentError: ``text`` has another form.
@@ -159,7 +160,7 @@ def place(name: str, text: str) -> At:
 
 
 def reason_of(error: OSError) -> str:
-    """Return the reason of an error without the address, which Python adds to some errors."""
+    """Return the reason of an error, without the address that Python adds to some errors."""
     if error.errno is None:
         return str(error)
     # If a name has no address, the number is below 0 and has no text of the system.
@@ -167,7 +168,7 @@ def reason_of(error: OSError) -> str:
 
 
 def listen(name: str, at: At) -> socket.socket:
-    """Return a listener at an address.
+    """Return a listening socket at an address.
 
     :param name: the option that gives the address.
     :raises ArgumentError: the address cannot be bound.

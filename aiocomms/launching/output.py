@@ -1,4 +1,4 @@
-"""The output of the ranks: whole lines with the rank as prefix, on the supervisor's own streams and in files."""
+"""The output of the ranks: lines with the rank as prefix on the supervisor's stdout and stderr, and lines in files."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ LONGEST: Final = 2**16
 _COLOURS: Final = (36, 33, 32, 35, 34, 31)
 _OUT, _ERR = 1, 2
 _LAST: Final = 5.0
-"""Seconds in which the rest of the output is printed after the ends of all ranks."""
+"""The most seconds for printing the remaining output after all ranks have ended."""
 _PAUSE: Final = 0.1
-"""Seconds before another attempt to print, if there is no free descriptor for it."""
+"""Seconds before another attempt to print, if the system has no free thread or file descriptor."""
 
 
 class LineSplitter:
-    """A splitter that joins the pieces of a stream and divides them into lines."""
+    """A converter of the pieces of a stream to whole lines."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the lines that are complete now, without line ends."""
+        """Add a piece, and return the lines that are complete now, without line ends."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         while len(self._rest) > LONGEST:
             lines.append(self._rest[:LONGEST])
@@ -59,7 +59,7 @@ def is_coloured(descriptor: int, environ: Mapping[str, str]) -> bool:
 
 
 class Printer:
-    """The printer of all ranks' output lines. A blocked terminal or pipe blocks the ranks, but not the supervisor.
+    """The printer of all ranks' output lines. A blocked terminal or pipe blocks ranks that print, not the supervisor.
 
     :param size: the number of ranks.
     :param folder: the folder in which each process gets a file of its output lines without prefixes; None: no files.
@@ -97,7 +97,7 @@ class Printer:
                 await to_thread.run_sync(_write, log.fileno(), b"".join(line + b"\n" for line in lines))
 
     def say(self, text: str) -> None:
-        """Print a sentence of the supervisor on stderr soon."""
+        """Queue a sentence of the supervisor, to be printed on stderr."""
         self._say.send_nowait(text)
 
     async def print_sentences(self) -> None:
@@ -107,11 +107,11 @@ class Printer:
                 await self._print(_ERR, f"aiocomms run: {text}\n".encode())
 
     def end(self) -> None:
-        """Note that there is no further sentence."""
+        """End :meth:`print_sentences` after the queued sentences."""
         self._say.close()
 
     def limit(self) -> None:
-        """Limit the time for the rest of the output, because no rank is left. A blocked terminal or pipe loses it."""
+        """Limit the time for the remaining output after the end of all ranks. Then drop unread output."""
         self._ends = min(self._ends, anyio.current_time() + _LAST)
         for scope in self._prints:
             scope.deadline = self._ends
@@ -132,7 +132,7 @@ class Printer:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    """Write all data. A closed pipe discards it."""
+    """Write all data. If the pipe is closed, discard the data."""
     with contextlib.suppress(OSError):
         view = memoryview(data)
         while view:

@@ -1,11 +1,11 @@
-"""The decisions of a supervisor: which rank to start, to signal or to give up, and when. This module has no processes.
+"""The decisions of a supervisor: which process to start, and which process gets a signal. This module has no processes.
 
-A :class:`Supervision` takes events and returns orders. The supervisor carries out the orders and reports their results
-as events. So a test can play the processes and the clock.
+A :class:`Supervision` takes events and returns orders. The supervisor executes the orders, and reports their results as
+events. So a test can simulate the processes and the clock.
 
-Each process of a rank has a number, its *incarnation*. All ranks that are started together are a *generation*. Within a
-generation, a process that replaces a dead one is a *newcomer*. A rank that has formed a communicator must take it in.
-If no such rank is left, the generation ends and the next one begins.
+Each process of a rank has a number, its *incarnation*. The processes that the supervisor starts together are a
+*generation*. Within a generation, a process that replaces a dead process is a *newcomer*. It joins the ranks that have
+formed a communicator. If no such rank is left, the generation ends and the next generation begins.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import msgspec
 WINDOW: Final = 60.0
 """Seconds within which a rank's restarts are counted."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
-"""Seconds before a rank's second restart within the window, and the longest pause. The pause doubles each time. The
-first restart has no pause."""
+"""Seconds before a rank's second restart within the window, and the longest pause. The pause doubles with each restart.
+The first restart has no pause."""
 LINGER: Final = 1.0
-"""Seconds in which a process that the other ranks have lost may end by itself."""
+"""Seconds in which a process that the other ranks consider dead may end by itself. Then it is killed."""
 SILENCE: Final = 30.0
-"""Seconds without the end of a killed process after which its host counts as failed."""
+"""Seconds after which a host counts as failed if it does not report the end of a killed process."""
 ENDING: Final = 5.0
-"""Seconds in which the processes of a generation that cannot go on may end by SIGTERM."""
+"""Seconds from SIGTERM to SIGKILL for the processes of a generation that cannot continue."""
 PATIENCE: Final = 60.0
 """Seconds after which the supervisor prints the ranks that have not formed a communicator."""
 
@@ -49,11 +49,11 @@ class Tell(msgspec.Struct, frozen=True):
     rank: int
     signal: int
     replaced: bool = False
-    """True if the process is first told that another one takes its place while the other ranks go on."""
+    """True if the supervisor first tells the process that a new process replaces it while the other ranks continue."""
 
 
 class Say(msgspec.Struct, frozen=True):
-    """Print a sentence."""
+    """An order to print a sentence."""
 
     text: str
 
@@ -71,9 +71,10 @@ class SupervisedRank:
         self.restarts = 0
         self.alive = False
         self.formed: dict[str, int] = {}
-        """The last epoch of each communicator that the process has formed, by the communicator's name."""
+        """The last epoch of each communicator that the process has formed, by name. Each reconfiguration begins an
+        epoch."""
         self.leaving = False
-        """True once the process was told to end, or has reported that it leaves: another one takes its place."""
+        """True once the process was told to end, or has reported that it leaves. A new process then replaces it."""
         self.due = False
         """True during the pause before the start of the next process."""
         self.code: int | None = None
@@ -82,9 +83,9 @@ class SupervisedRank:
         If a signal ended the process, this is minus the signal's number.
         """
         self.order = 0
-        """The position of that end among all ends."""
+        """The position of the last process's end among the ends of all processes."""
         self.begun: deque[float] = deque()
-        """The times within the window when the process failed or left, and was restarted."""
+        """The times of this rank's restarts within the window, after failures or because a process left."""
 
     def allow(self, most: int, now: float) -> bool:
         """Count a restart, and return whether at most ``most`` restarts lie within the last :data:`WINDOW` seconds."""
@@ -105,7 +106,7 @@ class Supervision:
     :param size: the number of ranks.
     :param restart: whether a failed rank is started again.
     :param most: the largest number of restarts of one rank within :data:`WINDOW` seconds.
-    :param grace: the seconds between SIGKILL and the earlier signal that asks a rank to end.
+    :param grace: the seconds from SIGTERM to SIGKILL.
     """
 
     def __init__(self, size: int, *, restart: bool, most: int, grace: float) -> None:
@@ -116,14 +117,14 @@ class Supervision:
         self.first: tuple[int, int] | None = None
         """The rank that failed first, and its exit code."""
         self.stopping: str | None = None
-        """The reason for the end of all ranks; None: the job goes on."""
+        """The reason for the end of all ranks; None: the job continues."""
         self._restart, self._most, self._grace = restart, most, grace
         self._gave_up: int | None = None
         self._ends = 0
         self._anew: float | None = None
-        """The pause before the next generation, if this one cannot go on; else None."""
+        """The pause in seconds before the next generation; None if the current generation can continue."""
         self._rolling: list[int] = []
-        """The ranks that are not replaced yet, the next one first."""
+        """The ranks that a planned replacement has not replaced yet, in order."""
         self._alarms: list[tuple[float, int, int, str]] = []
         self._deeds: list[Deed] = []
         self._now = 0.0
@@ -132,7 +133,7 @@ class Supervision:
 
     @property
     def over(self) -> bool:
-        """True once every process has ended and none will be started."""
+        """True once every process has ended and no process will be started."""
         return self._anew is None and not any(rank.alive or rank.due for rank in self.ranks)
 
     @property
@@ -146,7 +147,7 @@ class Supervision:
         return self._alarms[0][0] if self._alarms else None
 
     def code(self) -> int:
-        """Return the exit code of the job: that of the first rank whose last process has failed, else 0."""
+        """Return the exit code of the job: the code of the rank whose last process failed first, or 0."""
         if self._gave_up is not None:
             return status(self._gave_up)
         failed = sorted((rank.order, rank.code) for rank in self.ranks if rank.code)
@@ -170,7 +171,7 @@ class Supervision:
         return self._done()
 
     def formed(self, number: int, incarnation: int, name: str, epoch: int, now: float) -> Sequence[Deed]:
-        """Note that a process has formed a communicator."""
+        """Record that a process has formed a communicator."""
         self._now, rank = now, self.ranks[number]
         if rank.alive and rank.incarnation == incarnation:
             rank.formed[name] = epoch
@@ -180,9 +181,9 @@ class Supervision:
         return self._done()
 
     def lost(self, number: int, name: str, epoch: int, now: float) -> Sequence[Deed]:
-        """Note that a communicator has lost a rank in an epoch.
+        """Record that the other ranks of a communicator have lost a rank.
 
-        The rank's process is killed if it does not end soon.
+        The supervisor kills the rank's process if it does not end soon.
         """
         self._now = now
         if 0 <= number < len(self.ranks) and self.stopping is None:
@@ -193,7 +194,7 @@ class Supervision:
         return self._done()
 
     def leaves(self, number: int, incarnation: int, now: float) -> Sequence[Deed]:
-        """Note that a process leaves. If it does not end in time, it is killed. Another process takes its place."""
+        """Record that a process leaves. Kill the process if it does not end in time. A new process replaces it."""
         self._now, rank = now, self.ranks[number]
         if rank.alive and rank.incarnation == incarnation and not rank.leaving and self.stopping is None:
             rank.leaving = True
@@ -202,7 +203,7 @@ class Supervision:
         return self._done()
 
     def ended(self, number: int, incarnation: int, code: int, now: float) -> Sequence[Deed]:
-        """Note that a process has ended.
+        """Record that a process has ended.
 
         :param code: the exit code, or minus the number of the signal that has ended the process.
         """
@@ -214,7 +215,7 @@ class Supervision:
         return self._done()
 
     def stop(self, why: str, now: float) -> Sequence[Deed]:
-        """End all ranks. If they have already been told to end, kill them."""
+        """End all ranks. If they were already told to end, kill them."""
         self._now = now
         if self.stopping is None:
             self._stop(why)
@@ -268,7 +269,7 @@ class Supervision:
         self._alarm(SILENCE, rank, "silent")
 
     def _miss(self, rank: SupervisedRank) -> None:
-        """Give up a killed rank whose supervisor does not report its end: its host has failed or is disconnected."""
+        """Treat a killed rank as ended, because its host does not report the end: the host does not work."""
         rank.alive, rank.code = False, -signal.SIGKILL
         if self.stopping is None:
             self._gave_up = rank.code
@@ -290,7 +291,7 @@ class Supervision:
             self._fail(rank, code)
 
     def _pause_after_leaving(self, rank: SupervisedRank) -> float:
-        """Count a restart, so that a rank that leaves again and again does not spin; no number of them ends the job."""
+        """Count a restart, so that a rank that leaves often restarts after pauses. Such restarts never end the job."""
         rank.allow(self._most, self._now)
         return rank.pause()
 
@@ -313,7 +314,7 @@ class Supervision:
             self._replace(rank, rank.pause())
 
     def _replace(self, rank: SupervisedRank, pause: float) -> None:
-        """Start a newcomer, or all ranks if no rank is left that could take it in."""
+        """Start a newcomer. If no rank is left with which it could form a communicator, start all ranks again."""
         if any(it.alive and it.formed for it in self.ranks):
             rank.due = True
             self._alarm(pause, rank, "start")
@@ -321,7 +322,7 @@ class Supervision:
             self._end_generation(pause)
 
     def _end_generation(self, pause: float) -> None:
-        """End the rest of a generation in which no rank can take in a newcomer. The next generation follows."""
+        """End the remaining processes of a generation that no newcomer can join. Then begin the next generation."""
         self._anew, self._rolling = pause, []
         if any(it.alive for it in self.ranks):
             self._say("no rank is left that could take in another: all are started anew")
@@ -339,7 +340,7 @@ class Supervision:
             self._alarm(self._anew, self.ranks[0], "anew")
 
     def _look_for_newcomers(self) -> None:
-        """End the job if newcomers wait for ranks that have all ended. During a replacement, start all ranks again."""
+        """End the job if newcomers wait for ended ranks. During a planned replacement, start all ranks again."""
         waiting = [it for it in self.ranks if it.due or (it.alive and it.restarts and not it.formed)]
         if not waiting or any(it.alive and it.formed for it in self.ranks):
             return

@@ -1,4 +1,4 @@
-"""The function ``supervise``, which carries out what a :class:`Supervision` decides."""
+"""The function ``supervise``, which executes the orders of a :class:`Supervision`."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _LOOPBACK: Final = "127.0.0.1"
 async def supervise(job: Job) -> int:
     """Run the ranks of a job until all have ended.
 
-    On the main thread SIGINT and SIGTERM end the ranks, and SIGHUP replaces them one by one. A cancellation of the call
-    ends the ranks, too.
+    If this function runs on the main thread, SIGINT and SIGTERM end the ranks, and SIGHUP replaces them one by one. The
+    cancellation of the call also ends the ranks.
 
-    :returns: the exit code of the job: 0, or that of the first rank whose last process has failed. If a signal has
-        ended that process, the exit code is 128 plus the signal's number.
+    :returns: the exit code of the job: 0, or the code of the rank whose last process failed first. If a signal ended
+        that process, the exit code is 128 plus the signal's number.
     :raises ArgumentError: the job is invalid, or a port is in use. No process was started.
     :raises CommError: the ranks cannot be started, or the supervisors of other hosts have ended.
     """
@@ -86,7 +86,7 @@ async def _supervise(job: Job, printer: Printer) -> int:
 
 
 async def _supervised(supervisor: HostSupervisor, job: Job, printer: Printer) -> int:
-    """Run a job, and handle signals and HTTP requests meanwhile."""
+    """Run a job. Meanwhile, handle signals and HTTP requests."""
     async with anyio.create_task_group() as beside:
         if threading.current_thread() is threading.main_thread():
             await beside.start(supervisor.hear_signals)
@@ -104,7 +104,7 @@ class HostSupervisor(ABC):
     """The supervisor of one host.
 
     :param job: the job to run.
-    :param tasks: the task group of the tasks that end with the ranks.
+    :param tasks: the task group of tasks that run until the ranks have ended.
     """
 
     def __init__(self, job: Job, listener: socket.socket | None, printer: Printer, tasks: TaskGroup) -> None:
@@ -127,7 +127,7 @@ class HostSupervisor(ABC):
         """Return the lines that describe the outcome of the job."""
 
     async def hear_signals(self, *, task_status: TaskStatus[None]) -> None:
-        """Turn the signals of this process into events, except those that it ignores, such as SIGHUP under nohup."""
+        """Convert the signals of this process to events, except ignored signals, such as SIGHUP under nohup."""
         heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         with anyio.open_signal_receiver(*heard) as signals:
             task_status.started()
@@ -145,12 +145,12 @@ class HostSupervisor(ABC):
 
 
 class Supervisor(HostSupervisor):
-    """The supervisor of the first host, which decides for all hosts."""
+    """The supervisor of the first host, which gives orders to all hosts."""
 
     def __init__(self, job: Job, listener: socket.socket | None, printer: Printer, tasks: TaskGroup) -> None:
         super().__init__(job, listener, printer, tasks)
         self._stores: dict[int, tuple[TCPStore, int]] = {}
-        """The store of the generation, and its port."""
+        """The store of the current generation and its port, by the generation's number."""
         self._others: OtherHosts | None = None
         self.supervision: Supervision = Supervision(
             job.size, restart=job.restart == "on-failure", most=job.max_restarts, grace=job.grace
@@ -218,7 +218,7 @@ class Supervisor(HostSupervisor):
                 await self._host.signal(deed.rank, deed.signal, announcement)
 
     async def _variables(self, deed: Start) -> dict[str, str]:
-        """Return the environment variables with a process's place in the job."""
+        """Return the environment variables that give a process its rank and the address of the store."""
         given = self._job.rendezvous
         host = _LOOPBACK if given is None else place("rendezvous", given).host
         if deed.generation not in self._stores:
@@ -250,14 +250,14 @@ class Supervisor(HostSupervisor):
 
 
 class Follower(HostSupervisor):
-    """The supervisor of a host other than the first, which carries out the orders of the first host's supervisor."""
+    """The supervisor of a host other than the first, which executes the orders of the first host's supervisor."""
 
     _stops = 0
 
     async def run(self) -> int:
         """Run the ranks of this host; see :class:`HostSupervisor`.
 
-        :raises CommError: the first host does not start in time, or has ended.
+        :raises CommError: the first host did not start in time, or has ended.
         """
         assert self._job.rendezvous is not None
         at, mine = place("rendezvous", self._job.rendezvous), self._job.node_rank
@@ -290,7 +290,7 @@ class Follower(HostSupervisor):
                     return int(code)
 
     async def _report(self, queue: HostQueue) -> None:
-        """Report this host's events to the first one, which may not answer."""
+        """Report this host's events to the first host. A second stop event kills the ranks even without an answer."""
         reports, unsent = anyio.create_memory_object_stream[Event](math.inf)
         with reports, unsent:
             async with anyio.create_task_group() as tasks:
@@ -324,7 +324,8 @@ class Follower(HostSupervisor):
 def environment(environ: Mapping[str, str], nnodes: int = 1) -> dict[str, str]:
     """Return the environment of all ranks.
 
-    Unless ``environ`` sets them, torch gets one thread for its operations, and a job on one host gets a new token.
+    If ``environ`` does not set ``OMP_NUM_THREADS``, it is 1. If ``environ`` sets no token, a job on one host gets a new
+    token.
     """
     given = dict(environ)
     given.setdefault("OMP_NUM_THREADS", "1")
@@ -334,7 +335,7 @@ def environment(environ: Mapping[str, str], nnodes: int = 1) -> dict[str, str]:
 
 
 def variables(job: Job, deed: Start, store: At) -> dict[str, str]:
-    """Return the environment variables of one process: those of torchrun that torch needs, and one of aiocomms."""
+    """Return the environment variables of one process: torchrun's variables, and ``AIOCOMMS_RESTARTS``."""
     node, local = divmod(deed.rank, job.ranks)
     return {
         "RANK": str(deed.rank),
@@ -353,9 +354,9 @@ def variables(job: Job, deed: Start, store: At) -> dict[str, str]:
 
 
 def open_store(host: str) -> tuple[TCPStore, int]:
-    """Serve a torch store on a socket bound to one address; torch itself would listen on every interface. Blocks.
+    """Serve a torch store at one address; torch itself would listen on every interface. Blocks.
 
-    :returns: the store, which is served as long as the object lives, and its port.
+    :returns: the store, which serves clients as long as the object exists, and its port.
     :raises OSError: the address is not on this host.
     """
     from torch.distributed import TCPStore
@@ -377,7 +378,7 @@ def _folder(job: Job) -> Path | None:
 
 
 def first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first :class:`CommError` of an exception group, or the first error if the group has no such error."""
+    """Return the first :class:`CommError` of an exception group, or without one the group's first error."""
     errors: list[BaseException] = []
     pending: list[BaseException] = [group]
     while pending:

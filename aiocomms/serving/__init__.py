@@ -1,4 +1,4 @@
-"""A driver and its workers: rank 0 sends plans to all ranks, and every rank carries them out."""
+"""A driver and its workers: rank 0 sends plans (units of work) to all ranks, and every rank runs each plan."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import anyio
 
 @dataclass(order=True)
 class _InTurn:
-    """The place of one waiting caller."""
+    """The position of one waiting caller in the queue."""
 
     priority: float
     number: int
@@ -20,12 +20,12 @@ class _InTurn:
 
 
 class Admission:
-    """The queue of callers that wait for room.
+    """The queue of callers that wait until another plan may begin.
 
-    The lowest priority value is first; equal values are in the order of arrival.
+    The caller with the lowest priority value is first. Callers with equal values are in the order of arrival.
 
-    :param room: a function that returns whether there is room for another caller. If the function raises, the first
-        caller's :meth:`wait` raises the same error.
+    :param room: a function that returns whether another plan may begin now. If the function raises, the first caller's
+        :meth:`wait` raises the same error.
     """
 
     def __init__(self, room: Callable[[], bool]) -> None:
@@ -39,7 +39,7 @@ class Admission:
         return len(self._places)
 
     async def wait(self, priority: float) -> None:
-        """Wait for a turn. The caller must take the room before it awaits anything else."""
+        """Wait until the caller's plan may begin. The caller must begin the plan before it awaits anything else."""
         if not self._places and self._room():
             return
         mine = _InTurn(priority, next(self._numbers), anyio.Event())
@@ -53,6 +53,6 @@ class Admission:
             self.look()
 
     def look(self) -> None:
-        """Wake the first caller, which then checks whether there is room."""
+        """Wake the first caller, which then checks whether its plan may begin."""
         if self._places:
             self._places[0].news.set()

@@ -1,4 +1,4 @@
-"""The class ``CurrentComm``, which layers of a model keep in place of a communicator."""
+"""The class ``CurrentComm``, which the layers of a model store in place of a communicator."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from aiocomms.progress.work import Work
 class CurrentComm(PointToPoint, Collectives, Objects):
     """The current communicator of a service.
 
-    Layers can keep this object: it stays valid when a new communicator is formed. The communicator itself is
-    ``current``, and has the methods that this class lacks. Windows and streams belong to one communicator: open them on
-    ``current``, and again after each recovery.
+    The layers of a model can store this object, because the object stays valid when a recovery forms a new
+    communicator. The attribute ``current`` is the communicator itself, which also has the methods that this class
+    lacks. Windows and streams belong to one communicator. Open them on ``current``, and open them again after each
+    recovery.
     """
 
     current: Communicator
@@ -37,7 +38,7 @@ class CurrentComm(PointToPoint, Collectives, Objects):
         self.turn_to(comm)
 
     def turn_to(self, comm: Communicator) -> None:
-        """Refer to another communicator from now on. The service calls this method."""
+        """Use another communicator from now on. Only the service calls this method."""
         self.current, self._core = comm, comm._core
         self.name, self.rank, self.size, self.device = comm.name, comm.rank, comm.size, comm.device
 
@@ -46,7 +47,7 @@ class CurrentComm(PointToPoint, Collectives, Objects):
         return self.current.lane(key)
 
     def portal(self) -> Portal:
-        """Return the portal for other threads. Do not keep the portal, because it belongs to one communicator."""
+        """Return the portal for other threads. Call this for each plan: a recovery replaces the communicator."""
         return self.current.portal()
 
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:

@@ -1,4 +1,4 @@
-"""The class ``Driver`` of rank 0, which sends plans to the ranks when there is room, and gathers their outcomes."""
+"""The class ``Driver`` of rank 0, which sends plans to all ranks and gathers the results."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from aiocomms.serving.watch import Watch
 
 T = TypeVar("T")
 ATTEMPTS: Final = 3
-"""The number of attempts of a plan with ``retry``. There is a limit, because the plan itself may end ranks."""
+"""The most attempts of a plan with ``retry``. There is a limit, because the plan itself may kill ranks."""
 GRACE: Final = 1.0
-"""Seconds that the driver waits before it lets a worker leave, because a signal may end rank 0, too."""
+"""Seconds that the driver waits before it releases a worker. The same signal may also end rank 0 in this time."""
 _SHOWN: Final = 8
 _log = logging.getLogger("aiocomms")
 
 
 class _TimeLimit(NamedTuple):
-    """The time limit of a plan in seconds, and its end by the loop's clock."""
+    """The time limit of a plan: its length in seconds, and the time of the loop's clock at which it ends."""
 
     seconds: float
     ends: float
@@ -64,13 +64,14 @@ class DriverState(NamedTuple):
     """The state of a driver, for health probes."""
 
     doing: Literal["serves", "recovers", "ends", "ended"]
-    """The phase: it takes plans, it will again after a recovery, it only finishes running plans, or it has ended."""
+    """``serves``: the driver accepts plans. ``recovers``: it accepts plans after the current recovery. ``ends``: it
+    only finishes accepted plans. ``ended``: it runs no plans any more."""
     reason: Exception | None
     """The reason for the recovery or the end."""
 
 
 class Driver(Worker):
-    """Rank 0 of a service, which sends plans to all ranks; created by :meth:`Service.drive`."""
+    """The part of a service on rank 0, which sends plans to all ranks. :meth:`Service.drive` creates it."""
 
     _drives = True
     _draining = False
@@ -93,13 +94,13 @@ class Driver(Worker):
 
     @property
     def failure(self) -> CommError | None:
-        """The error that lost the communicator, until the ranks have recovered; None if none is lost."""
+        """The reason for the loss of the communicator, until the ranks have recovered; None if it is not lost."""
         failure = self._comm._core.life.failure
         return None if failure is None else failure.error
 
     @property
     def state(self) -> DriverState:
-        """The current state, for probes."""
+        """The current state, for health probes."""
         if self._over is not None:
             return DriverState("ended", self._over)
         if self._draining or self._ending:
@@ -109,24 +110,24 @@ class Driver(Worker):
     async def run(
         self, plan: Any, *, priority: float = 0, timeout: arguments.Timeout = None, retry: bool = False
     ) -> Any:
-        """Carry out a plan on every rank, in the plan's own lane, at the same time as other plans.
+        """Run a plan on every rank, in a separate lane, at the same time as other plans.
 
-        Any task may call this. The collectives, messages and objects of a plan match those of the same plan only. A
-        cancelled caller resumes at once, and its plan is cancelled on every rank: ``execute`` gets a cancellation in
-        its current operation.
+        Any task may call this. The collectives, messages and objects of a plan match only those of the same plan. A
+        cancelled caller resumes at once, and the driver cancels the plan on every rank: the current ``await`` in
+        ``execute`` raises ``CancelledError``.
 
         :param plan: an object that :meth:`Communicator.send_object` accepts. Do not change its tensors until the plan
             has ended.
-        :param priority: the place among the waiting plans: the plan with the lowest value runs first; plans with equal
-            values run in the order of the calls.
+        :param priority: the priority among the waiting plans. The plan with the lowest value begins first. Plans with
+            equal values begin in the order of the calls.
         :param timeout: seconds from the call to the end of the plan; None: no limit.
-        :param retry: whether the plan may be carried out more than once. If a rank is lost, the plan then runs again
-            after the recovery, up to three times in all. A call during a recovery waits for the end of the recovery.
-        :returns: the result of ``execute`` on this rank, once the plan has ended on all ranks. For an async generator
-            the result is the list of the yielded items.
-        :raises WorkerError: the plan failed on another rank, and was cancelled on all. An :class:`Exception` of
-            ``execute`` on this rank is raised unchanged; any other exception, such as a ``CancelledError``, is raised
-            as this error.
+        :param retry: whether the plan may run more than once. If a rank is lost, the plan then runs again after the
+            recovery, up to three times in total. A call during a recovery waits for the end of the recovery.
+        :returns: the result of ``execute`` on this rank, once the plan has ended on all ranks. If ``execute`` is an
+            async generator function, the result is the list of the yielded items.
+        :raises WorkerError: ``execute`` failed on another rank, and the plan was cancelled on all ranks. If ``execute``
+            fails on this rank, ``run`` raises an :class:`Exception` unchanged. In place of any other exception, such
+            as a ``CancelledError``, ``run`` raises this error.
         :raises PlanLostError: a rank was lost during the call, or a lost rank is not replaced yet.
         :raises PlanTimeoutError: the plan did not end in time, and was cancelled on all ranks.
         :raises ServiceBusyError: too many plans already wait.
@@ -144,11 +145,12 @@ class Driver(Worker):
         raise AssertionError
 
     async def run_in_order(self, plan: Any) -> Any:
-        """Run a plan without a lane. Every rank carries out plans without lanes one by one, in the order of the calls.
+        """Run a plan without a lane. Every rank runs plans without lanes one by one, in the order of the calls.
 
-        The plan calls the communicator's own collectives, which a transport may carry natively. If a plan fails after
-        it has called an op, the ranks are out of step and the communicator is lost. Therefore the plan of a cancelled
-        caller runs to its end, unless ``execute`` calls :meth:`Service.cancelled`.
+        The plan calls the communicator's own collectives, for which a transport may have native operations. If a plan
+        fails after its first operation, the ranks no longer agree on the order of operations, and the communicator is
+        lost. Therefore the plan of a cancelled caller runs to its end, unless ``execute`` calls
+        :meth:`Service.cancelled`.
         """
         with self._counts.call():
             return await self._run(plan, 0, _TimeLimit.of(None), in_order=True)
@@ -156,12 +158,12 @@ class Driver(Worker):
     def stream(self, plan: Any, *, priority: float = 0, timeout: arguments.Timeout = None) -> AsyncGenerator[Any]:
         """Run a plan whose ``execute`` is an async generator function, and yield the items that it yields on this rank.
 
-        The plan waits until the caller takes an item, for at most half of the communicator's deadline. During this
-        wait, the other ranks wait in their next operation. Items of other ranks are ignored. The plan is cancelled on
-        every rank when the iterator is closed or dropped, or when the caller's task is cancelled.
-        ``contextlib.aclosing`` closes the iterator at once.
+        After each item, the plan waits until the caller takes the item, for at most half of the communicator's
+        deadline. During this wait, the other ranks wait in their next operation. The driver ignores the items of other
+        ranks. The driver cancels the plan on every rank when the iterator is closed or garbage-collected, or when the
+        caller's task is cancelled. ``contextlib.aclosing`` closes the iterator at the end of its block.
 
-        :param plan: see :meth:`run`, also for the other parameters and errors.
+        :param plan: see :meth:`run`, which also describes the other parameters and errors.
         :param timeout: seconds from the first request for an item to the end of the plan.
         :raises PlanTimeoutError: the plan did not end in time, or the caller took no item in time.
         """
@@ -174,9 +176,9 @@ class Driver(Worker):
         return self._stream(plan, priority, timeout)
 
     async def ready(self) -> None:
-        """Wait until plans can be carried out; during a recovery, wait for the end of the recovery.
+        """Wait until plans can run. During a recovery, wait for the end of the recovery.
 
-        :raises CommError: the communicator was lost and is not replaced, or ``recover`` has raised this error.
+        :raises CommError: the communicator was lost and will not be replaced, or ``recover`` has raised this error.
         """
         while self.failure is not None:
             if self._over is not None:
@@ -223,7 +225,7 @@ class Driver(Worker):
         patient: bool = False,
         take: Take | None = None,
     ) -> Plan:
-        """Begin a plan at its turn."""
+        """Wait until the plan may begin, and begin it on all ranks."""
         await checkpoint_if_cancelled()  # The plan of a cancelled caller does not begin.
         self._refuse(patient=patient)
         called, carrier = clock.now(), self._watch.carrier()
@@ -244,9 +246,9 @@ class Driver(Worker):
         return plan
 
     def _refuse(self, *, patient: bool) -> None:
-        """Refuse a new plan if it cannot be accepted now.
+        """Raise an error if the driver cannot accept a new plan now.
 
-        :param patient: whether the plan waits for a recovery.
+        :param patient: whether the plan may wait for a recovery.
         """
         name = self._comm.name
         if self._draining:
@@ -276,7 +278,7 @@ class Driver(Worker):
         return plan.result
 
     async def _late(self, plan: Plan, limit: _TimeLimit) -> None:
-        """Give up a plan whose time limit has passed. The error has the plan's state on each rank that answers."""
+        """Cancel a plan whose time limit has passed. The error describes the plan's state on each rank that answers."""
         others = plan.waiting - {0}
         plan.answered = anyio.Event()
         self._tell(others, plan.number, None)
@@ -293,13 +295,13 @@ class Driver(Worker):
             self._give_up(plan, error, f"it was not done within {limit.seconds:g} s")
 
     def _leave(self, plan: Plan) -> None:
-        """Note that the caller has left. A plan that still runs is given up, unless it runs in order."""
+        """Record that the caller no longer waits. Cancel the plan if it still runs and has a lane."""
         plan.cancelled = True
         if not plan.over.is_set() and not plan.in_order:
             self._give_up(plan, LaneAbortedError("the plan was cancelled", rank=0, peer=0), "its caller was cancelled")
 
     def _give_up(self, plan: Plan, error: Exception, why: str) -> None:
-        """Give up a plan on all ranks, unless that has happened already."""
+        """Cancel a plan on all ranks, unless it was cancelled before."""
         if plan.error is None:
             plan.error = error
             plan.give_up(why)
@@ -308,7 +310,7 @@ class Driver(Worker):
     # ------------------------------------------------------------------------------------------- life of the service
 
     async def _serve(self) -> None:
-        """Carry out plans as every rank does. An error is raised to the waiting tasks, and sent to the workers."""
+        """Run plans as every rank does. After an error, raise it in the waiting tasks, and send it to the workers."""
         try:
             await super()._serve()
         except Exception as error:
@@ -329,7 +331,7 @@ class Driver(Worker):
         self._turns.look()
 
     async def _drain(self) -> None:
-        """Wait for the end of all plans; then let the workers leave, unless another process replaces this one."""
+        """Wait for the end of all plans. Then end the workers, unless another process replaces this process."""
         self._draining = True
         if self._turns.waiting:
             with contextlib.suppress(PlanLostError):
@@ -344,7 +346,7 @@ class Driver(Worker):
             self._tell(range(1, self._comm.size))
 
     def _heard(self, rank: int, number: int, *outcome: Any) -> None:
-        """Take a worker's message: the end of a plan, the state of a plan, or the wish to leave."""
+        """Handle a worker's message: the end of a plan, the state of a plan, or a request to leave."""
         if number == LEAVES:
             self._tasks.start_soon(self._let_go, self._comm, rank)
         elif number in self._plans:
@@ -361,7 +363,7 @@ class Driver(Worker):
             self._ended(plan, error, rank, in_step)
 
     def _ended(self, plan: Plan, error: BaseException | None, rank: int = 0, in_step: bool = True) -> None:
-        """Note that a rank has ended a plan. The first failure gives up the plan on all ranks."""
+        """Record that a rank has ended a plan. After the first failure, cancel the plan on all ranks."""
         plan.waiting.discard(rank)
         # This exception would end the caller's task, so a WorkerError takes its place.
         if error is not None and not isinstance(error, Exception):
@@ -379,7 +381,7 @@ class Driver(Worker):
             self._see_off()
 
     async def _let_go(self, comm: Any, rank: int) -> None:
-        """Let a worker leave: hold new plans back, and release the worker when no plan is under way."""
+        """Let a worker leave: begin no new plans, and release the worker when no plan runs."""
         with anyio.move_on_after(GRACE):
             await comm.lost()  # The worker asks again on the next communicator.
             return
@@ -393,7 +395,7 @@ class Driver(Worker):
             self._tell(self._parting, LEAVES)
 
     def _told_to_end(self) -> None:
-        """Note that this process ends. Its workers stay until it has drained."""
+        """Record that this process ends. The workers continue until the driver has finished its plans."""
         self._ending = True
         self._turns.look()
 

@@ -1,13 +1,17 @@
-"""The part of a service that every rank has, which carries out plans on one communicator after the other.
+"""The part of a service on every rank, which runs plans. After each recovery, it continues on the new communicator.
 
-In a lane, rank 0 sends each worker ``(number, in order, plan)``, and at its end the texts of carrier hooks if there are
-some. It sends ``(number,)`` to give up a plan, ``(number, None)`` to request its state, ``(LEAVES,)`` when a worker may
-leave, and ``()`` at the end.
+Rank 0 and the workers exchange these messages in a separate lane. Rank 0 sends:
 
-A worker sends ``(number, exception, traceback, whether it is in step)`` for each ended plan. It answers a request with
-``(number, state)``, and sends ``(LEAVES,)`` when it is to leave.
+* ``(number, in order, plan)`` to begin a plan. If carrier hooks added texts, the texts are a fourth element.
+* ``(number,)`` to cancel a plan, and ``(number, None)`` to request the plan's state.
+* ``(LEAVES,)`` when a worker may leave, and ``()`` at the end of the service.
 
-An exception of the program's functions, of any class, is a failure of the plan. This includes a ``CancelledError`` that
+A worker sends:
+
+* ``(number, exception, traceback, in step)`` for each ended plan. For the last element, see :meth:`Plan.in_step`.
+* ``(number, state)`` as the answer to a request, and ``(LEAVES,)`` to ask for permission to leave.
+
+If a function of the program raises an exception of any class, the plan fails. This includes a ``CancelledError`` that
 does not cancel the task.
 """
 
@@ -45,13 +49,14 @@ from aiocomms.serving.current import CurrentComm
 from aiocomms.serving.watch import Carrier, PlanStart, Watch
 
 Execute = Callable[[Any], Awaitable[Any] | AsyncGenerator[Any]]
-"""A function that carries out a plan on one rank. Its result, or the items that it yields, on rank 0 is the plan's."""
+"""A function that runs a plan on one rank. Its result on rank 0, or the items that it yields there, are the plan's
+result."""
 Take = Callable[[Any], Awaitable[object]]
-"""A function that takes the items that a plan yields on rank 0, one by one."""
+"""A function that is called with each item that a plan yields on rank 0."""
 Recover = Callable[[Communicator], Awaitable[Communicator]]
-"""A function that takes a lost communicator and returns the one that replaces it."""
+"""A function that takes a lost communicator, and returns the communicator that replaces it."""
 LEAVES: Final = -1
-"""The number in place of a plan's when a worker is to leave, and when rank 0 confirms that."""
+"""The number, in place of a plan's number, of a worker's request to leave and of rank 0's permission."""
 SERVICE_LANE = "aiocomms.serving"
 _log = logging.getLogger("aiocomms")
 
@@ -59,8 +64,8 @@ _log = logging.getLogger("aiocomms")
 class Plan:
     """One plan on one rank.
 
-    A worker keeps the plan until the plan has ended on the worker's rank. The driver keeps it until it has ended on all
-    ranks.
+    A worker keeps the plan until the plan has ended on the worker's rank. The driver keeps the plan until the plan has
+    ended on all ranks.
     """
 
     number: int
@@ -68,7 +73,7 @@ class Plan:
     over: anyio.Event
     cancelled: bool
     current: ContextVar[Plan] = ContextVar("aiocomms plan")
-    """The plan that this task carries out."""
+    """The plan that the current task runs."""
 
     def __init__(
         self, comm: Communicator, watch: Watch, number: int, in_order: bool, carrier: Carrier | None = None
@@ -92,9 +97,10 @@ class Plan:
         self.answered: anyio.Event | None = None  # The event that all ranks have answered a request.
 
     async def run(self, execute: Execute, what: Any, before: Plan | None) -> BaseException | None:
-        """Wait for the end of the plan ``before``, and carry out this plan.
+        """Wait for the end of the plan ``before``, and run this plan.
 
-        :returns: the exception that this plan has raised; None if it succeeded, or if another rank has given it up.
+        :returns: the exception that this plan has raised; None if the plan succeeded, or if another rank has cancelled
+            it.
         """
         try:
             with self._scope:
@@ -150,9 +156,9 @@ class Plan:
         return f"has been in {called(oldest.work.op)} for {clock.now() - oldest.posted:.2f} s"
 
     def give_up(self, reason: str) -> None:
-        """End the plan, and the ops of its lane on all ranks.
+        """Cancel the plan on this rank, and abort its lane on all ranks.
 
-        A thread that waits for one of these ops gets an error.
+        A thread that waits for an op of this lane gets an error.
         """
         self.given_up = True
         self._scope.cancel()
@@ -167,7 +173,7 @@ class Plan:
     def in_step(self, there: bool = True) -> bool:
         """Return whether a failure of the plan leaves no op unmatched: the plan has a lane, or has called no op.
 
-        :param there: the same answer from another rank, which has ended the plan. This rank checks its own calls.
+        :param there: the return value of the same method on another rank, which has ended the plan.
         """
         here = self._lane is not None or self.ended.is_set() or self._begun in (None, self._called())
         self._in_step &= here and there
@@ -180,7 +186,7 @@ class Plan:
 class Worker(Handle):
     """The part of a service on every rank except rank 0.
 
-    The driver is also a worker; it gets its plans from its callers.
+    The class ``Driver`` inherits from this class. The driver gets plans from its callers, not from messages.
     """
 
     _drives = False
@@ -197,9 +203,10 @@ class Worker(Handle):
         self._turn = anyio.Event()  # The event that there is another communicator, or that there will be none.
 
     async def _serve(self) -> None:
-        """Carry out plans until the service ends, on one communicator after the other.
+        """Run plans until the service ends. After each recovery, continue on the new communicator.
 
-        :raises CommError: the communicator was lost and there is no ``recover`` or no driver; or ``recover`` raised.
+        :raises CommError: the communicator was lost, and there is no ``recover`` or no driver; or ``recover`` raised
+            this error.
         """
         while True:
             failure: CommError | None = None
@@ -228,14 +235,14 @@ class Worker(Handle):
             self._watch.follow(self._current.current)
 
     def _opened(self) -> None:
-        """Note that there is a communicator again."""
+        """Record that the service has a communicator again."""
         self._turn.set()
         self._turn = anyio.Event()
 
     def leave(self, *, all_end: bool = False) -> None:
         """Ask rank 0 to release this rank when no plan runs. Leave at once if the communicator is lost.
 
-        :param all_end: True if all ranks end. Then rank 0 ends the service, and is not asked.
+        :param all_end: True if all ranks end. Then this rank does not ask rank 0, because rank 0 ends the service.
         """
         self._leaving = True
         if self._recovering is not None:
@@ -244,9 +251,9 @@ class Worker(Handle):
             self._tell([0], LEAVES)
 
     async def _recovered(self, comm: Communicator, recover: Recover) -> Communicator | None:
-        """Call the program's ``recover`` in a task of its own, so that a cancellation can be told from its errors.
+        """Call the program's ``recover`` in a separate task, to distinguish a cancellation from its errors.
 
-        :returns: the next communicator; None: this rank leaves.
+        :returns: the next communicator, or None if this rank leaves.
         """
         formed: list[Communicator] = []
         failures: list[BaseException] = []
@@ -290,7 +297,7 @@ class Worker(Handle):
         return work
 
     def _tell(self, ranks: Iterable[int], *message: Any) -> None:
-        """Send a message to ranks. The receive from a rank notices that the rank has left or is lost."""
+        """Send a message to ranks. Ignore the loss of a rank: the pending receive from the rank reports the loss."""
         for rank in ranks:
             with contextlib.suppress(CommAbortedError, PeerDiedError):
                 self._comm.lane(SERVICE_LANE).send_object(message, rank).add_done_callback(Work.exception)
@@ -310,7 +317,7 @@ class Worker(Handle):
             self._ended(plan, error)
 
     def _fail(self, error: CommError, cause: CommError | None = None) -> None:
-        """End the plans under way."""
+        """Fail all running plans, because the communicator is lost."""
         error.__cause__ = cause
         for plan in self._plans.values():
             plan.error = plan.error or error.about()
@@ -321,7 +328,7 @@ class Worker(Handle):
         self._plans.clear()
 
     def _heard(self, rank: int, number: int, *plan: Any) -> None:
-        """Take a message of rank 0: a new plan, a request for the state of a plan, or the end of a plan."""
+        """Handle a message of rank 0: a new plan, a request for a plan's state, or the cancellation of a plan."""
         if len(plan) > 1:
             in_order, what, *carrier = plan
             self._begin(Plan(self._comm, self._watch, number, in_order, *carrier), what)
@@ -331,7 +338,7 @@ class Worker(Handle):
             self._plans[number].give_up("rank 0 has given it up")
 
     def _ended(self, plan: Plan, error: BaseException | None) -> None:
-        """Note that a plan has ended here."""
+        """Record that a plan has ended on this rank, and report the end to rank 0."""
         if error is not None:
             self._counts.fail(error)
         elif plan.given_up:

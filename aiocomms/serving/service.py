@@ -1,4 +1,4 @@
-"""The class ``Service``, which every rank of a service has."""
+"""The class ``Service``. Every rank of a service creates one object of this class."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
     ``async with`` closes the communicator at the end.
 
     :param comm: the communicator of all ranks, which belongs to the service from now on.
-    :param recover: an async function that every remaining rank calls with the lost communicator. The function returns
-        the new communicator, as ``lambda lost: lost.reconfigure(size=lost.size)`` does. It can also load the part of a
-        model that this rank now has. None: the loss ends the service, because a layer that is split over ranks is wrong
-        with fewer ranks.
+    :param recover: an async function, which the service calls on every remaining rank with the lost communicator. The
+        function returns the new communicator, as ``lambda lost: lost.reconfigure(size=lost.size)`` does. The function
+        can also load the part of a model that this rank now has. None: the loss of a communicator ends the service.
     """
 
     def __init__(self, comm: Communicator, recover: Recover | None = None) -> None:
@@ -63,18 +62,19 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
     async def drive(
         self, execute: Execute, max_running: int | None = None, max_waiting: int | None = None
     ) -> AsyncIterator[Driver]:
-        """Drive the service on rank 0. At its end, the block waits for the running plans, and then the workers leave.
+        """Run the driver on rank 0 within the block. The block's end waits for accepted plans, and ends the workers.
 
-        If ``aiocomms run`` replaces rank 0 and there is a ``recover``, the workers stay for the new process.
+        If ``aiocomms run`` replaces rank 0 and the service has a ``recover``, the workers continue with the new
+        process.
 
-        If the block raises or is cancelled, it notifies no rank and does not wait. The end of the service then notifies
-        the ranks and waits.
+        If the block raises an exception or is cancelled, its end does not wait for plans, and tells the workers
+        nothing. Then the end of the service's own ``async with`` block notifies the ranks and waits for them.
 
-        :param execute: an async function, or an async generator function, that carries out a plan on this rank. The
-            other ranks pass their functions to :meth:`work`.
-        :param max_running: the number of plans that may run at once, at least 1; further plans wait. None: any number.
-        :param max_waiting: the number of plans that may wait for their turn, at least 0. Further calls raise
-            :class:`~aiocomms.errors.ServiceBusyError`. None: any number.
+        :param execute: an async function, or an async generator function, that runs a plan on this rank. The other
+            ranks pass their functions to :meth:`work`.
+        :param max_running: the number of plans that may run at once, at least 1. Further plans wait. None: no limit.
+        :param max_waiting: the number of plans that may wait, at least 0. Further calls raise
+            :class:`~aiocomms.errors.ServiceBusyError`. None: no limit.
         :raises ArgumentError: this rank is not rank 0, or a number is out of range.
         """
         most = _most("max_running", max_running, 1), _most("max_waiting", max_waiting, 0)
@@ -98,14 +98,14 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
             raise failure
 
     async def work(self, execute: Execute) -> None:
-        """Carry out plans on every rank but 0, until the driver ends. The call may idle for hours without plans.
+        """Run plans on a rank above 0 until the driver ends. No deadline applies while no plan comes.
 
-        During a call on the main thread, SIGINT and SIGTERM do not end this process. Rank 0 gets these signals, too,
-        and ends the workers after its plans have ended; if rank 0 dies, the workers notice. If there is a ``recover``,
-        this process calls :meth:`leave` on SIGTERM.
+        During a call on the main thread, SIGINT and SIGTERM do not end this process. Rank 0 also gets these signals,
+        and ends the workers after its plans have ended. If rank 0 dies, the workers' communicator is lost. If the
+        service has a ``recover``, this process calls :meth:`leave` on SIGTERM.
 
-        :param execute: an async function that carries out a plan. If the function raises, :meth:`Driver.run` raises on
-            rank 0.
+        :param execute: an async function that runs a plan on this rank. If the function raises, :meth:`Driver.run` on
+            rank 0 raises a :class:`~aiocomms.errors.WorkerError`.
         :raises ArgumentError: this rank is rank 0.
         :raises DriverLostError: rank 0 was lost, and a worker has become rank 0 in the recovered communicator.
         :raises CommError: the communicator was lost and there is no ``recover``, or ``recover`` has raised this error.
@@ -120,17 +120,17 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
             self._worker = None
 
     def leave(self) -> None:
-        """Let another process take the place of this worker without a failed plan. :meth:`work` then returns.
+        """Let another process replace this worker, without the failure of a plan. :meth:`work` then returns.
 
-        Rank 0 waits for a second, then holds new plans back and releases this rank when the running plans have ended.
+        Rank 0 waits for 1 s. Then rank 0 begins no new plans, and releases this rank when the running plans have ended.
         The end of the service closes the communicator on this rank. The other ranks call ``recover`` together with the
-        new process, and carry out the waiting plans. If rank 0 got SIGTERM, rank 0 ends all ranks after its plans have
+        new process, and run the waiting plans. If rank 0 also got SIGTERM, rank 0 ends all ranks after its plans have
         ended.
 
-        ``aiocomms run`` starts the new process after this process has ended, and kills this process after the grace
-        time.
+        ``aiocomms run`` starts the new process after this process has ended. If this process does not end within the
+        grace time, ``aiocomms run`` kills it.
 
-        :raises ArgumentError: :meth:`work` does not run on this rank, or there is no ``recover``.
+        :raises ArgumentError: :meth:`work` does not run on this rank, or the service has no ``recover``.
         """
         if self._worker is None or self._worker._drives or self._recover is None:
             why = "work() does not run" if self._recover else "there is no recover: without this rank the service ends"
@@ -138,7 +138,7 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
         self._worker.leave()
 
     def statistics(self) -> ServiceStatistics:
-        """Return the statistics of this rank's plans, without a lock. Safe on any thread, even if the loop is busy."""
+        """Return the statistics of this rank's plans. Thread-safe, even if the event loop is blocked."""
         counts, worker = self._watch.counts, self._worker
         plans = [] if worker is None else list(worker._plans.values())
         return ServiceStatistics(
@@ -159,9 +159,10 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
     def register_comm_hook(self, fn: CommHook) -> Hook:
         """Call ``fn(comm)`` now, and later on the loop's thread with each communicator that replaces a lost one.
 
+        If the first call of ``fn`` raises an exception, this method raises the same exception.
+
         :returns: a handle with ``.remove()``.
-        :raises ArgumentTypeError: ``fn`` cannot be called. An exception of the first call of ``fn`` propagates to the
-            caller, too.
+        :raises ArgumentTypeError: ``fn`` is not callable.
         """
         hook = self._watch.comm_hooks.register(fn)
         try:
@@ -174,33 +175,33 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
     def register_carrier_hook(self, fn: CarrierHook) -> Hook:
         """Call ``fn(carrier)`` on rank 0 for each plan, in its caller's task.
 
-        The carrier is a dict, to which ``fn`` adds texts. The texts travel with the plan to the plan hooks of every
-        rank. An exception of ``fn`` propagates to the caller.
+        The carrier is a dict, to which ``fn`` adds strings. Rank 0 sends the carrier with the plan to the plan hooks of
+        every rank. If ``fn`` raises, the call of the plan raises the same exception.
 
         :returns: a handle with ``.remove()``.
-        :raises ArgumentTypeError: ``fn`` cannot be called.
+        :raises ArgumentTypeError: ``fn`` is not callable.
         """
         return self._watch.carrier_hooks.register(fn)
 
     def register_plan_hook(self, fn: PlanHook) -> Hook:
-        """Carry out each plan on this rank within the context manager that ``fn(start)`` returns, in the plan's task.
+        """Run each plan on this rank within the context manager that ``fn(start)`` returns, in the plan's task.
 
-        An exception of ``fn`` or the context manager fails the plan. ``start`` is a
-        :class:`~aiocomms.serving.PlanStart` with ``number``, ``comm``, ``waited`` (seconds) and ``carrier``.
+        If ``fn`` or the context manager raises, the plan fails. ``start`` is a :class:`~aiocomms.serving.PlanStart`
+        with ``number``, ``comm``, ``waited`` (seconds) and ``carrier``.
 
         :returns: a handle with ``.remove()``.
-        :raises ArgumentTypeError: ``fn`` cannot be called.
+        :raises ArgumentTypeError: ``fn`` is not callable.
         """
         return self._watch.plan_hooks.register(fn)
 
     async def cancelled(self) -> bool:
         """Return on every rank whether the caller of an in-order plan was cancelled. The call is a collective.
 
-        With this value all ranks can end the plan at the same step. The call costs one small message from rank 0 to
-        each other rank, and no round trip. So call it at each step of a loop, or at every tenth step.
+        All ranks get the same value, so they can end the plan at the same step. Rank 0 sends one small message to each
+        other rank, and waits for no answer. So a loop can call this method at each step, or at every tenth step.
 
-        :returns: the answer at the time of rank 0's call; the same value on all ranks.
-        :raises ArgumentError: this task carries out no plan.
+        :returns: whether the caller was cancelled before rank 0's call of this method.
+        :raises ArgumentError: the current task runs no plan.
         """
         plan = Plan.current.get(None)
         if plan is None:

@@ -1,7 +1,7 @@
-"""SIGINT and SIGTERM on the main threads of a service's ranks: rank 0's program handles them, and the workers wait.
+"""SIGINT and SIGTERM on the main threads of a service's ranks. Rank 0's program handles them, and the workers wait.
 
-The sender addresses all ranks to end a whole job, and sends SIGTERM to one worker alone to replace it. ``aiocomms run``
-announces which of the two it does.
+A signal to all ranks ends the job. SIGTERM to only one worker replaces this worker. ``aiocomms run`` tells the process
+beforehand which of the two it wants.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _mine() -> bool:
 
 @contextlib.contextmanager
 def held(worker: Worker) -> Iterator[None]:
-    """Ignore SIGINT within the block, and let the worker leave on SIGTERM, unless the program ignores the signals."""
+    """Within the block, ignore SIGINT, and let the worker leave on SIGTERM. Do not handle signals that are ignored."""
     before = {}
     if _mine() and signal.getsignal(signal.SIGINT) is not _take:
         taken = [number for number in _TAKEN if signal.getsignal(number) is not signal.SIG_IGN]
@@ -60,9 +60,9 @@ def _take(number: int, frame: object) -> None:
 
 @contextlib.contextmanager
 def noted(driver: Driver) -> Iterator[None]:
-    """Notify the driver of a SIGTERM that the program itself handles, for example with uvicorn.
+    """Within the block, notify the driver of a SIGTERM that the program itself handles, for example with uvicorn.
 
-    The workers also got the signal, and stay.
+    The driver then does not release the workers, which also got the signal, before it has finished its plans.
     """
     before = signal.getsignal(signal.SIGTERM) if _mine() and driver._recover is not None else None
     if not callable(before) or before is _take:  # Otherwise SIGTERM ends this process, or a worker in it leaves.

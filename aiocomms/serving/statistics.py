@@ -1,4 +1,4 @@
-"""The statistics of a service: counts of its plans over all recoveries, which any thread may read at any time."""
+"""The statistics of a service: counts of its plans, also from before recoveries. Any thread may read them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PlanFailures(msgspec.Struct, frozen=True):
 
 
 class ServiceStatistics(msgspec.Struct, frozen=True):
-    """One rank's view of a service at one time. The counts cover this process and all communicators of the service.
+    """The statistics of a service on one rank. The counts include all communicators of the service in this process.
 
     Rank 0 counts each call of :meth:`Driver.run`, ``run_in_order`` and ``stream`` once, even if the plan needs several
     attempts. Every other rank counts the plans that it receives.
@@ -35,26 +35,28 @@ class ServiceStatistics(msgspec.Struct, frozen=True):
     failed: Sequence[PlanFailures]
     """Plans that have failed, by the class of the error; the most frequent first."""
     cancelled: int
-    """Plans whose caller was cancelled; on a worker, the plans that rank 0 has given up for any reason."""
+    """Plans whose caller was cancelled; on a worker, the plans that rank 0 has cancelled for any reason."""
     refused: int
-    """Plans refused with a :class:`~aiocomms.errors.ServiceBusyError`; only rank 0 refuses."""
+    """Calls that raised a :class:`~aiocomms.errors.ServiceBusyError`; 0 on workers."""
     running: int
-    """Plans under way, also in-order plans behind another one, and on rank 0 plans that still run on other ranks."""
+    """Running plans, including in-order plans that wait for an earlier one. On rank 0 also plans that still run on
+    other ranks."""
     waiting: int
-    """Plans that wait for their turn, on rank 0."""
+    """Plans that wait on rank 0 until they may begin; 0 on workers."""
     oldest: float | None
-    """Seconds for which the oldest plan has been under way; None: no plan is."""
+    """Seconds since the start of the oldest running plan; None if no plan runs."""
     recoveries: int
-    """The number of communicators that have replaced a lost one."""
+    """The number of communicators that have replaced a lost communicator."""
     took: Durations
-    """Durations of finished plans in seconds. On rank 0 they reach from the call to the end on all ranks, on a worker
-    from the plan's arrival to its end there."""
+    """Durations of successful plans in seconds. On rank 0, a duration lasts from the call to the end on all ranks. On a
+    worker, it lasts from the plan's arrival to the plan's end on this worker."""
     waited: Durations
-    """Seconds from the call or arrival until ``execute`` was called here; each attempt of a plan counts."""
+    """Seconds from a plan's call (on a worker: its arrival) until the call of ``execute`` on this rank. Each attempt of
+    a plan counts separately."""
 
 
 class Counts:
-    """The counts of one service on this rank, written on the loop's thread only and read on any thread."""
+    """The counts of one service on this rank. Only the loop's thread changes them, and any thread may read them."""
 
     def __init__(self) -> None:
         self.done = self.cancelled = self.refused = self.waiting = self.recoveries = 0
@@ -64,7 +66,7 @@ class Counts:
     def finish(self, called: float) -> None:
         """Count a finished plan.
 
-        :param called: the time of the plan's call or arrival, by ``clock.now()``.
+        :param called: the ``clock.now()`` at the plan's call, or at its arrival on a worker.
         """
         self.done += 1
         self.took.note(clock.now() - called)

@@ -1,4 +1,4 @@
-"""The hooks and counts of a service, which outlive its communicators."""
+"""The hooks and counts of a service, which stay the same when a recovery replaces the communicator."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from aiocomms.progress.hooks import Hooks
 from aiocomms.serving.statistics import Counts
 
 Carrier = dict[str, str]
-"""Texts that travel with a plan, by keys that the hooks choose."""
+"""Strings that rank 0 sends with a plan, by keys that the hooks choose."""
 
 
 class PlanStart(NamedTuple):
-    """A plan that is about to be carried out on this rank, for plan hooks."""
+    """A plan that is about to run on this rank; the argument of plan hooks."""
 
     number: int
     """The number of the plan, the same on all ranks."""
     comm: Communicator
     waited: float
-    """Seconds since the call on rank 0, or since the arrival on another rank."""
+    """Seconds since the plan's call on rank 0, or since the plan's arrival on another rank."""
     carrier: Carrier
-    """The texts from the carrier hooks of rank 0; empty without such hooks."""
+    """The strings from the carrier hooks of rank 0; empty without such hooks."""
 
 
 CarrierHook = Callable[[Carrier], object]
-"""A function that adds texts to the carrier of a plan."""
+"""A function that adds strings to the carrier of a plan."""
 PlanHook = Callable[[PlanStart], AbstractContextManager[object]]
 """A function that returns the context manager around a plan."""
 CommHook = Callable[[Communicator], object]
-"""A function that takes the communicator of a service, and each later one."""
+"""A function that is called with the communicator of a service, and with each communicator that replaces it."""
 
 
 class Watch:
@@ -44,7 +44,7 @@ class Watch:
         self.comm_hooks: Hooks = Hooks()
 
     def carrier(self) -> Carrier:
-        """Return the carrier, filled by the carrier hooks, for a new plan."""
+        """Return a carrier for a new plan, with the strings that the carrier hooks add."""
         carrier: Carrier = {}
         self.carrier_hooks.ask(carrier)
         return carrier

@@ -1,5 +1,5 @@
-"""The command ``aiocomms bench``: the time of operations between ranks, as nccl-tests and OSU's benchmarks measure it.
+"""The command ``aiocomms bench``, which measures the time of operations, like nccl-tests and OSU's benchmarks.
 
-``arguments`` makes the plan of measurements. ``start`` starts the ranks if no launcher has. ``rank`` is the part of
-each rank. ``report`` and ``plot`` show the results.
+The module ``arguments`` makes the plan of measurements. ``start`` starts the ranks, unless a launcher has started them.
+``rank`` runs on each rank. ``report`` and ``plot`` show the results.
 """

@@ -1,4 +1,4 @@
-"""The arguments of ``aiocomms bench``, and the plan of measurements that follows from them."""
+"""The arguments of ``aiocomms bench``, and the plan of measurements that they describe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 """The suffixes of a size, as in nccl-tests."""
 _LARGEST = 1 << 36
 _MOST = 100_000
-"""The largest number of iterations, because each rank gathers the times of all ranks."""
+"""The most iterations. There is a limit, because each rank gathers the times of all ranks."""
 
 
 class BenchPlan(NamedTuple):
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def plan_of(options: argparse.Namespace) -> BenchPlan:
     """Check the options, and return the plan.
 
-    :raises ValueError: an option makes no sense.
+    :raises ValueError: an option has an invalid value.
     """
     _check_numbers(options)
     for op in options.op:
@@ -82,7 +82,7 @@ def plan_of(options: argparse.Namespace) -> BenchPlan:
 
 
 def check_ranks(plan: BenchPlan, ranks: int) -> None:
-    """Check that the number of ranks suits all operations.
+    """Check that all operations support the number of ranks.
 
     :raises ValueError: an operation needs another number of ranks.
     """
@@ -119,7 +119,7 @@ def _check_plot(path: Path) -> None:
 
 
 def _size(text: str) -> int:
-    """Return the bytes of a size in the notation of nccl-tests."""
+    """Return the number of bytes of a size in the notation of nccl-tests, such as ``4K``."""
     match = re.fullmatch(r"([0-9]{1,12})([KMG]?)", text.upper())
     if match is None:
         raise argparse.ArgumentTypeError(f"is {text!r}, wanted bytes such as 8, 4K, 1M or 1G")

@@ -13,8 +13,8 @@ ROOT = 0
 class BenchCase:
     """A rank's float32 tensors: the op reads ``input`` and writes ``output``.
 
-    For an in-place op, both are the same tensor. The size is the size of the larger tensor, as in nccl-tests. If an op
-    has one part for each rank, all parts have the same number of elements, at least one.
+    For an in-place op, both are the same tensor. The measured size is that of the larger tensor, as in nccl-tests. If
+    an op has one part for each rank, all parts have the same number of elements, at least one.
     """
 
     op: str
@@ -54,7 +54,7 @@ class BenchCase:
         return list(self.output.chunk(self.size))
 
     def fill(self) -> None:
-        """Fill the input with whole numbers that differ by rank and place, and the output with other numbers."""
+        """Fill the input with integers that differ by rank and position, and the output with other numbers."""
         self.output.fill_(-1.0)
         if self.moves != "broadcast" or self.rank == ROOT:
             self.input.copy_(_numbers(len(self.input), self.rank))
@@ -65,12 +65,12 @@ class BenchCase:
         self.output.zero_()
 
     def wrong(self) -> int:
-        """Return the number of wrong elements in the output of an op whose input :meth:`fill` has set."""
+        """Return the number of wrong elements in the output of an op. Call :meth:`fill` before the op."""
         expected = self._expected()
         return 0 if expected is None else int((self.output != expected).sum())
 
     def _expected(self) -> Tensor | None:
-        """Return the output that this rank must have afterwards; None if this rank's output does not matter."""
+        """Return the correct output of this rank after the op; None if this rank's output does not matter."""
         n, rank, moves = len(self.input), self.rank, self.moves
         if moves == "all_reduce" or (moves == "reduce" and rank == ROOT):
             return self._sum()
@@ -94,5 +94,5 @@ class BenchCase:
 
 
 def _numbers(count: int, rank: int) -> Tensor:
-    """Return numbers that are so small that float32 holds their sum over some thousand ranks exactly."""
+    """Return integers so small that float32 can represent their sum over some thousand ranks exactly."""
     return torch.arange(count, dtype=torch.float32) % 1021 + 17 * rank

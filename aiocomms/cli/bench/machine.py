@@ -1,7 +1,7 @@
-"""The processors: their assignment to ranks, the processes that compete with the ranks, and the speed at the moment.
+"""The processors: their assignment to ranks, the processes that compete with the ranks, and the current speed.
 
-A virtual machine shares its processor with others, which may slow a core down. The caches of two cores may also be far
-apart. Both effects last for minutes, and small operations then take 1.5 times as long.
+A virtual machine shares its processor with other machines, which may slow a core down. Two cores may also have no
+common cache. Both effects last for minutes, and small operations then take 1.5 times as long.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from aiocomms.communicator.communicator import Communicator
 
 BATCHES, TRIPS, STEPS = 10, 20, 300
 _LINE = 128
-"""The bytes between the two ranks' words in memory: two cache lines, because some processors fetch lines in pairs."""
+"""The bytes between the memory words of the two ranks: two cache lines, because some processors load lines in pairs."""
 _LOOKS = 10_000_000
 _NEIGHBOUR = "import ctypes\nctypes.CDLL(None).prctl(1, 9)\nwhile True: pass"
-"""A program that always wants a processor, and that is killed when its parent ends (``PR_SET_PDEATHSIG``)."""
+"""A program that always uses a processor. The kernel kills it when its parent ends (``PR_SET_PDEATHSIG``)."""
 
 _processors = sorted(os.sched_getaffinity(0))
 
 
 def processors() -> int:
-    """Return the number of processors that this process could use when it began."""
+    """Return the number of processors that this process could use at its start."""
     return len(_processors)
 
 
 def bind(rank: int, size: int) -> None:
     """Bind all threads of this process to the rank's processor, if there are as many processors as ranks.
 
-    If more ranks than processors were bound, each rank of MPICH would wait until the others' time slices end.
+    With more ranks than processors, a binding would make each rank of MPICH wait for the end of the other ranks' time
+    slices.
     """
     if size <= len(_processors):
         for task in Path("/proc/self/task").iterdir():
@@ -46,9 +47,9 @@ def bind(rank: int, size: int) -> None:
 
 @contextlib.contextmanager
 def neighbours(count: int) -> Iterator[list[int]]:
-    """Run, within the context, processes that compete with the ranks for processors, each in a separate session.
+    """Within the context, run processes that compete with the ranks for processors, each in a separate session.
 
-    :returns: the pids of the processes.
+    :returns: the process IDs.
     """
     command = [sys.executable, "-S", "-c", _NEIGHBOUR]
     processes = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]  # noqa: S603
@@ -61,7 +62,7 @@ def neighbours(count: int) -> Iterator[list[int]]:
 
 
 class HostState(NamedTuple):
-    """The speed of the processors of the first two ranks, in ns: the shortest of several measurements within 1 ms."""
+    """The speed of the processors of the first two ranks: the shortest of several times within 1 ms, in ns."""
 
     loop: float
     """The time of a step of an empty loop, on the slower processor."""
@@ -69,12 +70,12 @@ class HostState(NamedTuple):
     """The time of a cache line's round trip, with Python's overhead; 0 if the two ranks share no memory."""
 
     def worst(self, other: HostState) -> HostState:
-        """Return the slower of the two values for each field."""
+        """Return a state with the larger of both values in each field."""
         return HostState(max(self.loop, other.loop), max(self.trip, other.trip))
 
 
 class HostProbe:
-    """A probe of the host's state between turns. All ranks run a probe together, while no operations are pending."""
+    """A measurement of the host's state between turns. All ranks run it together, while no operations are pending."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -93,7 +94,7 @@ class HostProbe:
         self._words = mapped if shared[:2] == [True, True] else None
 
     async def look(self) -> HostState:
-        """Return the state now, the same on all ranks. This blocks the loops of the first two ranks for some ms."""
+        """Return the current state, the same on all ranks. This blocks the first two ranks' loops for some ms."""
         comm = self._comm
         await comm.barrier()
         mine = HostState(0.0, 0.0)
@@ -141,7 +142,7 @@ def _map(path: str) -> mmap.mmap | None:
 
 @contextlib.contextmanager
 def _on_own_processor(rank: int) -> Iterator[None]:
-    """Bind this thread to the first or the last of the processors that it may use, within the context."""
+    """Within the context, bind this thread to the first or the last of the processors that it may use."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {sorted(before)[-rank]})
     try:

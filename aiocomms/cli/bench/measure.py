@@ -1,4 +1,4 @@
-"""The measurements of one contender: its time, the lateness of the loop beside it, and its use of the processor."""
+"""The measurements of a contender (a library): its time, the loop's lateness meanwhile, and the processor time."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from collections.abc import AsyncIterator, Sequence
 from aiocomms.cli.bench.ours import Call
 
 _PERIOD = 0.001
-"""The period of the heartbeat, in seconds."""
+"""The length in seconds of the repeated sleep that shows the loop's lateness."""
 BEATING = 0.1
-"""The seconds for which the loop is observed."""
+"""The seconds for which the loop's lateness is measured."""
 _YIELD = 0
 
 
 async def turn(call: Call | None, blocking: bool, count: int) -> tuple[list[int], float]:
     """Make a call ``count`` times, one after the other.
 
-    A rank that takes no part returns an empty list and 0.
+    On a rank that does not take part in the operation, return an empty list and 0.
 
-    :returns: the nanoseconds of each call, and the processor seconds of this process for all of them.
+    :returns: the nanoseconds of each call, and the seconds of processor time of this process for all calls.
     """
     took: list[int] = []
     if call is None:
@@ -43,9 +43,9 @@ async def turn(call: Call | None, blocking: bool, count: int) -> tuple[list[int]
 
 
 async def lateness(call: Call | None, blocking: bool, count: int) -> float:
-    """Make a call ``count`` times beside a task that repeatedly sleeps for 1 ms.
+    """Make a call ``count`` times while another task repeatedly sleeps for 1 ms.
 
-    The loop makes one turn between two calls, so that only a call can make a sleep late.
+    The loop runs other tasks between two calls, so that only a call can make a sleep late.
 
     :returns: the 99th percentile of the seconds by which the sleeps were too long.
     """
@@ -61,7 +61,7 @@ async def lateness(call: Call | None, blocking: bool, count: int) -> float:
 
 
 async def idle_lateness() -> float:
-    """Return what :func:`lateness` returns, for an idle loop, which only the system's timers make late."""
+    """Return the result of :func:`lateness` for an idle loop. Only the system's timers make its sleeps late."""
     async with _heartbeat() as late:
         await asyncio.sleep(BEATING)
     return percentile(late, 99)

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 ITEM = 4
-"""The bytes of an element: all tensors are of float32."""
+"""The bytes of an element: all tensors have the dtype float32."""
 BURST = 4
-"""The number of messages that are under way at once in a ``send_burst``."""
+"""The number of messages that are pending at once in a ``send_burst``."""
 PING_PONG = 0.5
-"""The share of one direction in an iteration, which is a round trip."""
+"""The share of one direction in the time of an iteration, which is a round trip."""
 
 
 def _one(_: int) -> float:
@@ -29,17 +29,17 @@ class Operation(NamedTuple):
     """The properties of an operation that do not depend on tensors.
 
     ``factor`` is as in nccl-tests, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md: the bus
-    bandwidth, which each rank's link must have carried, is the algorithm bandwidth times the factor.
+    bandwidth is the algorithm bandwidth times the factor. Each rank's link has had at least this bandwidth.
     """
 
     moves: str
-    """The data movement. Operations with the same movement differ only in the tensors that hold the data."""
+    """The kind of data movement. Operations of the same kind differ only in the tensors that contain the data."""
     factor: Callable[[int], float] = _one
     """A function that returns the factor for a number of ranks."""
     pair: bool = False
     """True if the operation needs exactly two ranks."""
     share: float = 1.0
-    """The share of one operation in an iteration: a ping-pong is two operations, a burst several."""
+    """The share of one operation in the time of an iteration: a ping-pong is two operations, a burst several."""
 
 
 OPERATIONS = {

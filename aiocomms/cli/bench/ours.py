@@ -13,28 +13,28 @@ from aiocomms.communicator.communicator import Communicator
 from aiocomms.communicator.rma import Window
 
 Call = Callable[[], Awaitable[Any]] | Callable[[], Any]
-"""One iteration, which the caller awaits unless the contender blocks."""
+"""A function that makes one iteration. The caller awaits the result, unless the contender blocks."""
 
 
 class Contender(Protocol):
-    """An object that can be measured: a communicator, or another library for comparison."""
+    """A measured object: a communicator, or another library for comparison."""
 
     blocking: bool
-    """True if the contender's calls block, so that there is nothing to await."""
+    """True if the contender's calls block, so their results are not awaited."""
 
     async def enter(self) -> None:
-        """Begin a turn after all ranks have called this.
+        """Begin a turn: wait until all ranks have called this method.
 
         The wait uses the contender's own barrier, and does not block the loop.
         """
 
     async def leave(self) -> None:
-        """End a turn after all ranks have called this, and use no processor until the next turn."""
+        """End a turn: wait until all ranks have called this method. Then use no processor time until the next turn."""
 
     def bound(self, case: BenchCase) -> AbstractAsyncContextManager[Call | None]:
-        """Prepare a case. The context's value is the call to measure, or None if this rank takes no part in the case.
+        """Prepare a case. The context's value is the call to measure, or None if this rank does not take part.
 
-        :raises NotImplementedError: the contender has no such operation.
+        :raises NotImplementedError: the contender lacks the operation.
         """
 
 

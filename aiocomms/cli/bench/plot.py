@@ -1,4 +1,4 @@
-"""The plot of a report: time and bus bandwidth over the size."""
+"""The plot of a report: time and bus bandwidth against the size."""
 
 from __future__ import annotations
 

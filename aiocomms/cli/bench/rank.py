@@ -1,4 +1,4 @@
-"""The part of each rank in ``aiocomms bench``. Each rank measures all contenders, and rank 0 reports."""
+"""The code of ``aiocomms bench`` on each rank. Each rank measures all contenders, and rank 0 reports."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from aiocomms.errors import ArgumentError, UnsupportedOperation
 from aiocomms.testing import local_world, run_ranks
 
 _TIMEOUT = 60.0
-"""The deadline of each operation and of the rendezvous, in seconds."""
+"""The deadline of each operation and of the connection of the ranks, in seconds."""
 _CPU = torch.device("cpu")
 
 
 def run(plan: BenchPlan, ranks: int, launch: Launch | None) -> int:
-    """Measure as one of a launcher's ranks; without a launcher, measure as all ranks in one process.
+    """Measure as one of a launcher's ranks. Without a launcher, run all ranks in this process.
 
     :returns: the exit status: 1 if a result was wrong, or a transport could not be measured. Ranks other than 0 always
         return 0.
@@ -99,7 +99,7 @@ class _Rank:
     async def _open(
         self, name: str, comm: Communicator, contenders: dict[str, Contender], stack: AsyncExitStack
     ) -> str | None:
-        """Open a peer. Return None, or the reason of a rank that cannot open it."""
+        """Open a peer. Return None, or the reason if a rank cannot open it."""
         peer = peers.make(name)
         reason = first(await comm.all_gather_object(peer.missing()))
         if reason is not None:

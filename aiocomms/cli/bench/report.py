@@ -25,11 +25,11 @@ SCHEMA = 1
 class Row(msgspec.Struct, frozen=True):
     """The result of one contender, operation and size.
 
-    ``transport`` is the transport whose turn it was. ``by`` is the measured contender: the transport, or a peer that is
-    compared with it. ``carrier`` is the transport that carried the operation, such as the choice of ``"auto"``; None
-    for a peer. ``wrong`` is None if nothing was checked. ``ratio`` is the median time relative to that of the
-    transport. ``ratio`` is None for a peer if the transport lacks the operation. ``states`` are the host's states, one
-    for each round.
+    ``transport`` is a name from ``--transport``. ``by`` is the measured contender: this transport, or a peer that is
+    compared with it. ``carrier`` is the transport that executed the operation, such as the choice of ``"auto"``; None
+    for a peer. ``wrong`` is None if no result was checked. ``ratio`` is the median time divided by the median time of
+    the transport. For a peer, ``ratio`` is None if the transport lacks the operation. ``states`` has the host's state
+    in each round.
     """
 
     op: str
@@ -100,7 +100,7 @@ class Reporter:
         self._said = ("", "")
 
     def idle(self, transport: str, late: float) -> None:
-        """Report how late the loop is beside an idle communicator; the system's timers cause this lateness."""
+        """Report the lateness of the loop with an idle communicator. The system's timers cause this lateness."""
         self.report.idle_late_p99_us[transport] = round(late * 1e6, 3)
         self._say(f"# {transport}: beside no operation the loop is {late * 1e6:.0f} µs late at p99")
 

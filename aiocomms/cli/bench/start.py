@@ -1,4 +1,4 @@
-"""The start of the ranks of ``aiocomms bench``: by a launcher, as tasks of one process, or as processes."""
+"""The start of the ranks of ``aiocomms bench``: by a launcher, as tasks of one process, or as new processes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from aiocomms.cli.bench.arguments import BenchPlan, check_ranks, plan_of
 
 _RANKS = 2
 _GRACE = 5.0
-"""The seconds that the other ranks have to end after one has failed."""
+"""The seconds within which the other ranks must end after one rank has failed."""
 
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Run the benchmark.
 
     :param options: the parsed arguments.
-    :param arguments: the command's arguments, which the started processes get too.
+    :param arguments: the command's arguments, which the started processes also get.
     :returns: the exit status.
-    :raises ValueError: an option makes no sense.
+    :raises ValueError: an option has an invalid value.
     """
     plan = plan_of(options)
     _check_names("--transport", plan.transports, ["auto", *sorted(entries())])
@@ -51,7 +51,7 @@ def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> Non
 
 
 async def _start(plan: BenchPlan, ranks: int, arguments: Sequence[str]) -> int:
-    """Start the ranks, by a peer's launcher if the peer needs it; wait for all of them, or until one has failed."""
+    """Start the ranks, with a peer's launcher if the peer needs one. Wait for all ranks, or for the first failure."""
     command = [sys.executable, "-m", "aiocomms", *arguments]
     env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     launcher = peers.launcher(plan.peers, ranks)

@@ -1,4 +1,4 @@
-"""The turns of the contenders: a communicator of aiocomms, and the peers that it is compared with."""
+"""The turns of the contenders: a communicator of aiocomms, and the peers for comparison."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aiocomms.errors import UnsupportedOperation
 
 _ROUNDS = 5
 _FEWEST, _MOST = 10, 100_000
-"""The least and the largest number of iterations beside a heartbeat."""
+"""The fewest and the most iterations in a measurement of the loop's lateness."""
 
 
 class Entry:
@@ -48,8 +48,8 @@ class Entry:
     async def turn(self, count: int) -> tuple[list[int], float]:
         """Run the operation ``count`` times, between two barriers of all ranks.
 
-        The barriers are the contender's own. If the contender's calls block the loops, no rank then needs the loop of
-        another rank.
+        The barriers are those of the contender. So if the contender's calls block the loops, no rank waits for the loop
+        of another rank.
         """
         await self.contender.enter()
         measured = await turn(self._call, self.contender.blocking, count)
@@ -57,13 +57,13 @@ class Entry:
         return measured
 
     async def time(self, count: int) -> None:
-        """Take a turn, and record its times."""
+        """Run one turn, and record its times."""
         took, used = await self.turn(count)
         self.took += took
         self.used += used
 
     async def lateness(self, count: int) -> float:
-        """Take a turn beside a heartbeat, and return the heartbeat's lateness in seconds."""
+        """Run one turn while another task sleeps repeatedly, and return the lateness of its sleeps in seconds."""
         await self.contender.enter()
         late = await lateness(self._call, self.contender.blocking, count)
         await self.contender.leave()

@@ -1,4 +1,4 @@
-"""The command ``aiocomms top``, which shows pending operations and waits of communicators in this user's processes."""
+"""The command ``aiocomms top``, which shows the pending operations of the communicators in this user's processes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from aiocomms.cli.top.looking import Top, TopFrame
 
 
 def run(target: int | None, *, once: bool, interval: float, name: str = "*") -> int:
-    """Show frames on a terminal until Ctrl-C or the end of the process; elsewhere, and for ``TERM=dumb``, show one.
+    """Show frames (full screens) until Ctrl-C or the end of the queried process.
 
-    :param target: the pid of a process; None for all processes of this user.
-    :param once: whether to show only one frame on a terminal.
-    :param interval: the seconds between two queries. A single frame takes two queries, and their difference gives the
-        rates.
+    If the output is not a terminal, or ``TERM=dumb``, show one frame.
+
+    :param target: the ID of a process; None for all processes of this user.
+    :param once: whether to show only one frame, also on a terminal.
+    :param interval: the seconds between two queries. A single frame needs two queries, because their difference gives
+        the rates.
     :param name: a shell pattern for the names of operations, lanes, streams, windows and plans to show.
     :raises ValueError: there is no process to query, or rich is not installed.
     """

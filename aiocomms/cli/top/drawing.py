@@ -1,4 +1,4 @@
-"""The drawing of ``aiocomms top`` by rich: tables on a terminal, or the same tables as plain text elsewhere."""
+"""The output of ``aiocomms top`` with rich: tables on a terminal, or the same tables as plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from aiocomms.diagnosis.live import Sight
 from aiocomms.diagnosis.recorder import Item
 
 _PLAIN = 1000
-"""The width in columns if the output is no terminal, so that no line is cut off or folded."""
+"""The width in columns if the output is not a terminal. The width avoids that lines are cut off or wrapped."""
 _OLD = 1.0, 10.0
-"""The ages in seconds from which a pending op is shown as late, and as very late."""
+"""The ages in seconds from which the output shows a pending op as late, and as very late."""
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 _SHOWN = 16
-"""The largest number of pending ops and of streams shown for a rank, and of plans for a communicator."""
+"""The most pending ops and the most streams shown for a rank, and the most plans shown for a communicator."""
 _OF_STREAMS = (
     "rank", "stream", "to rank", "sent", "received", "queued", "bytes", "blocked in send", "in receive"
 )  # fmt: skip
@@ -42,12 +42,12 @@ def show(frame: TopFrame) -> None:
 
 
 def redraws() -> bool:
-    """Return whether the output is a terminal that can show frames in one place. A closed terminal is none."""
+    """Return whether the output is an open terminal that can replace one frame by the next."""
     return sys.stdout.isatty() and not Console().is_dumb_terminal
 
 
 def watch(frames: Iterable[TopFrame]) -> None:
-    """Show frames in one place of the terminal until Ctrl-C, its end, or the last frame, which stays."""
+    """Show each frame in place of the previous frame, until Ctrl-C, the end of the terminal, or the last frame."""
     with Live(auto_refresh=False, vertical_overflow="crop") as screen:
         try:
             for frame in frames:
@@ -80,7 +80,7 @@ def _line(text: str) -> Text:
 def _empty(headings: Iterable[str], words: Sequence[str]) -> Table:
     """Return a table without rows.
 
-    :param words: the headings of columns with text, whose lines may be folded.
+    :param words: the headings of columns with text, which may be wrapped.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for heading in headings:
@@ -98,12 +98,12 @@ def _table(group: TopGroup, frame: TopFrame) -> Table:
 
 
 def _add(table: Table, *cells: str) -> None:
-    """Add a row of plain text. In a ``str``, rich takes brackets for markup."""
+    """Add a row of plain text. In a ``str``, rich would treat brackets as markup."""
     table.add_row(*map(Text, cells))
 
 
 def _plans(group: TopGroup) -> Iterator[Table]:
-    """Yield the table of a service's plans under way, if there are any: their age and the state of each rank."""
+    """Yield the table of a service's running plans, if there are any: their age and their state on each rank."""
     table = _empty(("plan", "age", "where it is"), ("where it is",))
     plans = list(group.plans())
     for number, age, where in plans[:_SHOWN]:
@@ -115,7 +115,7 @@ def _plans(group: TopGroup) -> Iterator[Table]:
 
 
 def _streams(group: TopGroup, frame: TopFrame) -> Iterator[Table]:
-    """Yield the table of the streams, if there are any: their counts, and the shares of time blocked in them."""
+    """Yield the table of the streams, if there are any: their counts, and the shares of blocked time."""
     table = _empty(_OF_STREAMS, ("stream",))
     for rank, sight in sorted(group.ranks.items()):
         streams = sight.statistics.streams

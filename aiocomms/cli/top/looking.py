@@ -1,7 +1,7 @@
-"""The query of this user's processes with communicators: this module finds them, and reads their state.
+"""The query of this user's processes with communicators: this module finds these processes, and reads their state.
 
-Each process answers by its :mod:`aiocomms.diagnosis.live` view. The answer is decoded into a fixed type, and an error
-names a fault in the answer.
+In each process, :mod:`aiocomms.diagnosis.live` answers. This module decodes the answer into a fixed type. If the answer
+is invalid, an error names the fault.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TopGroup(NamedTuple):
             yield number, max(ages), "; ".join(f"{numbered(ranks)} in {place}" for place, ranks in places.items())
 
     def waits(self) -> list[str]:
-        """Return in words which ranks wait for which, and how many ranks cannot be seen from here."""
+        """Return text that says which ranks wait for which ranks, and how many ranks did not answer."""
         records = {rank: TraceRecord(Path(), sight.header, sight.pending) for rank, sight in self.ranks.items()}
         unseen = self.size - len(self.ranks)
         missing = [f"{unseen} of its ranks cannot be seen from here: on other hosts, or ended"] if unseen else []
@@ -65,26 +65,26 @@ class TopGroup(NamedTuple):
 
 
 class TopFrame(NamedTuple):
-    """The answers of all processes at one time."""
+    """The answers of all processes to one query."""
 
     groups: list[TopGroup]
     notes: list[str]
-    """The processes that could not be read, with the reason."""
+    """The processes whose state could not be read, each with the reason."""
     rates: dict[RankPlace, float]
-    """The number of ops called per second since the previous frame."""
+    """The number of ops called per second since the previous frame, for each rank."""
     blocked: dict[tuple[RankPlace, int], tuple[float, float]]
     """The shares of time in which a task was suspended in ``send`` and ``receive`` of a stream, by the stream's number.
 
-    The time begins with the previous frame, or with the opening of the stream if that was later."""
+    The time counts from the previous frame, or from the opening of the stream if that was later."""
 
 
 class Top:
     """The repeated query of processes."""
 
     def __init__(self, pid: int | None, name: str = "*") -> None:
-        """Begin to query one process, or all processes of this user.
+        """Prepare to query one process, or all processes of this user.
 
-        :param pid: the process; None for all processes of this user.
+        :param pid: the ID of the process; None for all processes of this user.
         :param name: a shell pattern for the names of operations, lanes, streams, windows and plans.
         :raises ValueError: the process does not exist, belongs to another user, or has no open communicator.
         """
@@ -125,7 +125,7 @@ class Top:
         return sight
 
     def ended(self) -> bool:
-        """Return whether the one queried process is gone."""
+        """Return whether the queried process has ended. For all processes of a user, return False."""
         return self._pid is not None and not _alive(self._pid)
 
 
@@ -167,9 +167,10 @@ def _nothing(pid: int | None) -> str:
 
 
 def _ask(asked: dict[int, list[str]]) -> Iterator[tuple[int, list[Sight] | str]]:
-    """Query processes, all at once, with one deadline for all answers.
+    """Query all processes at the same time, with one deadline for all answers.
 
-    :returns: the pids with the answers, or with the reason of a missing answer. Processes that have ended are left out.
+    :returns: the answers by process ID. If an answer is missing, its reason takes its place. Processes that have ended
+        are left out.
     """
     connections: list[tuple[int, socket.socket]] = []
     try:
@@ -186,7 +187,7 @@ def _ask(asked: dict[int, list[str]]) -> Iterator[tuple[int, list[Sight] | str]]
 
 
 def _connect(address: str) -> socket.socket | None:
-    """Connect to a process; return None if the process is gone, or belongs to another user."""
+    """Connect to a process. Return None if the process has ended, or belongs to another user."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(PATIENCE)
@@ -247,7 +248,7 @@ def _matches_plan(number: int, glob: str) -> bool:
 
 
 def _place_in(plan: int, pending: Sequence[Item]) -> str:
-    """Return the pending operations of a plan on a rank, in words."""
+    """Return the pending operations of a plan on a rank, as text."""
     ops = [msgspec.structs.replace(item, of="", lane="") for item in pending if item.of == f"plan {plan}"]
     return ", ".join(map(str, ops[:SHOWN])) or "no operation of its lane"
 
@@ -260,7 +261,7 @@ def _shares(now: StreamStatistics, before: StreamStatistics | None) -> tuple[flo
 
 
 def _groups(sights: Sequence[tuple[int, Sight]]) -> list[TopGroup]:
-    """Group the answers by communicator. Worlds of one rank with a common name are separate groups."""
+    """Group the answers by communicator. Different communicators of size 1 with the same name are separate groups."""
     groups: list[tuple[tuple[str, int, str], TopGroup]] = []
     for _, sight in sorted(sights, key=lambda one: (one[1].header.comm, one[1].header.rank, one[0])):
         header = sight.header

@@ -1,7 +1,8 @@
-"""Other libraries that move tensors between processes, which ``--vs`` measures beside aiocomms.
+"""Other libraries that move tensors between processes, which ``--vs`` measures in comparison with aiocomms.
 
-Each module of this package is a peer with the module's name, and ``PEER`` is its class. Every other name is a backend
-of ``torch.distributed``, possibly with a way to await it, such as ``gloo:executor``.
+Each module of this package describes one library, a *peer* with the module's name, and ``PEER`` is its class. Every
+other name in ``--vs`` is a backend of ``torch.distributed``, possibly with a method of waiting, such as
+``gloo:executor``.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from aiocomms.cli.bench.peers.torch_backend import WAYS, TorchPeer
 from aiocomms.communicator.communicator import Communicator
 
 _BASE = "torch_backend"
-"""The module of the backends, which is no peer."""
+"""The module for torch's backends, whose own name is not a peer."""
 
 
 class BenchPeer(Contender, Protocol):
-    """One of the compared libraries, on this rank."""
+    """One of the libraries for comparison, on this rank."""
 
     def missing(self) -> str | None:
-        """Return the reason why the library cannot be used here; None if it can."""
+        """Return the reason why this process cannot use the library; None if it can."""
 
     async def open(self, comm: Communicator, host: str) -> None:
         """Connect the ranks, with messages over ``comm``. ``host`` is the name or address of rank 0's host."""
@@ -41,7 +42,7 @@ def known() -> list[str]:
 
 
 def launcher(names: Sequence[str], ranks: int) -> list[str]:
-    """Return the command that must start the ranks for one of the peers; empty if any launcher can start them."""
+    """Return the launcher command that one of the peers needs; empty if any launcher can start the ranks."""
     wanted = (import_module(f"{__name__}.{name}") for name in names if name in _modules())
     return next((module.launcher(ranks) for module in wanted if hasattr(module, "launcher")), [])
 

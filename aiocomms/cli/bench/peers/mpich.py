@@ -1,4 +1,4 @@
-"""The peer MPICH, through mpi4py. Each call blocks, and uses buffer specifications that were made beforehand."""
+"""The peer MPICH, through mpi4py. Each call blocks, and uses buffer specifications from before the measurement."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from aiocomms.communicator.communicator import Communicator
 
 
 def launcher(ranks: int) -> list[str]:
-    """Return the command by which MPI starts the ranks; empty if MPI is not installed."""
+    """Return MPI's command for starting the ranks; empty if MPI is not installed."""
     beside = Path(sys.executable).parent / "mpiexec"
     command = str(beside) if beside.exists() else shutil.which("mpiexec")
     return [command, "-n", str(ranks)] if command is not None and find_spec("mpi4py") is not None else []
@@ -48,13 +48,13 @@ class MpichPeer:
         return None if vendor == "MPICH" else f"mpi4py is built for {vendor} {'.'.join(map(str, version))} here"
 
     async def open(self, comm: Communicator, host: str) -> None:
-        """See :class:`aiocomms.cli.bench.peers.BenchPeer`. The import of mpi4py has opened MPI already."""
+        """See :class:`aiocomms.cli.bench.peers.BenchPeer`. The import of mpi4py has already initialised MPI."""
         world = self._mpi.COMM_WORLD
         if (world.rank, world.size) != (comm.rank, comm.size):
             raise NotImplementedError(f"MPI's world has {world.size} of {comm.size} ranks: start them with its mpiexec")
 
     async def aclose(self) -> None:
-        """See :class:`aiocomms.cli.bench.peers.BenchPeer`. mpi4py closes MPI at the interpreter's end."""
+        """See :class:`aiocomms.cli.bench.peers.BenchPeer`. mpi4py finalises MPI at the interpreter's end."""
 
     async def enter(self) -> None:
         """See :class:`aiocomms.cli.bench.ours.Contender`."""
@@ -88,7 +88,7 @@ class MpichPeer:
     def _spec(self, tensor: Tensor) -> list[Any]:
         """Return the buffer specification that mpi4py handles fastest.
 
-        In collectives of parts, mpi4py divides the count.
+        In collectives with one part for each rank, mpi4py itself divides the count by the number of ranks.
         """
         return [tensor.numpy(), self._mpi.FLOAT]
 

@@ -1,6 +1,6 @@
-"""The backends of ``torch.distributed``, in the same processes. Calls block, as in most programs.
+"""The backends of ``torch.distributed``, in the same processes as aiocomms. Calls block, as in most programs.
 
-``gloo:executor``, ``gloo:polling`` and ``gloo:future`` are the usual ways to await the backend gloo.
+``gloo:executor``, ``gloo:polling`` and ``gloo:future`` are the usual methods of waiting for gloo in asyncio.
 """
 
 from __future__ import annotations
@@ -129,12 +129,12 @@ def _burst(case: BenchCase) -> None:
 
 
 def _in_executor(call: Callable[..., Any]) -> Call:
-    """Make the call in a thread of the executor: a ping-pong or a burst as a whole, which saves thread switches."""
+    """Make the call in a thread of the executor, and also a whole ping-pong or burst, to avoid thread switches."""
     return partial(asyncio.get_running_loop().run_in_executor, None, call)
 
 
 def _polling(call: Callable[..., Any]) -> Call:
-    """Poll the work at every turn of the loop."""
+    """Poll the work in every iteration of the event loop."""
 
     async def poll() -> None:
         work = call(async_op=True)
@@ -157,11 +157,11 @@ def _future(call: Callable[..., Any]) -> Call:
 
 
 _TOLD = frozenset({"all_reduce", "broadcast", "all_gather_single", "all_to_all_single"})
-"""The operations whose works have a future and report their completion. Other works of gloo have no such future."""
+"""The operations whose works have a future, which reports their completion. Other works of gloo have no future."""
 WAYS: dict[str, Callable[[Callable[..., Any]], Call]] = {
     "executor": _in_executor,
     "polling": _polling,
     "future": _future,
 }
-"""The ways to await calls of a backend, by the text after the backend's name and a colon."""
+"""The methods of waiting for a backend's calls, by the text after the backend's name and a colon."""
 _users: dict[str, int] = {}  # This counts the peers that use the default process group, by its backend.

@@ -1,4 +1,4 @@
-"""The peer UCXX, through its asyncio interface, in polling mode, the fastest one. It has only sends and receives."""
+"""The peer UCXX, through its asyncio interface in its fastest mode, polling. UCXX has only sends and receives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAME = __name__.rpartition(".")[2]
 
 
 class TagPeer:
-    """One of two ranks. The first rank listens, and the second one connects."""
+    """One of two ranks. The first rank listens, and the second rank connects."""
 
     blocking = False
 
@@ -75,7 +75,7 @@ class TagPeer:
         await asyncio.gather(self._endpoint.send(mine), self._endpoint.recv(theirs))
 
     def _polling(self) -> Any:
-        """Return the object with the library's polling task, which would slow the loop down in the turns of others."""
+        """Return the object with the library's polling task, which would slow down the other libraries' turns."""
         context = import_module(f"{_NAME}._lib_async.application_context")
         return context.ProgressTasks[asyncio.get_running_loop()]
 
