@@ -1,4 +1,4 @@
-"""A service behind an ASGI application, for example of Starlette, FastAPI or Litestar. It imports none of these.
+"""A service behind an ASGI application, for example of Starlette, FastAPI or Litestar. It imports no web framework.
 
 See ``docs/serving.md``.
 """
@@ -24,17 +24,18 @@ T = TypeVar("T")
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 Start = Callable[[], Awaitable[tuple[Service, Execute]]]
-"""A function that opens the service on a rank, and returns it with the function that carries out plans there."""
+"""A function that opens the service on a rank, and returns the service and the function that runs plans."""
 
 _TEXT = "text/plain; charset=utf-8"
 
 
 class WebService(Handle):
-    """A service whose rank 0 is a web server with probes. All ranks run the same program.
+    """A service whose rank 0 is a web server with health probes. All ranks run the same program.
 
-    :param start: an async function, called once on each rank. It opens a communicator, loads the model, and returns the
-        :class:`~aiocomms.serving.Service` and the function that carries out plans.
-    :param max_running: as for :meth:`Service.drive`, like ``max_waiting``.
+    :param start: an async function, which is called once on each rank. The function opens a communicator, loads the
+        model, and returns the :class:`~aiocomms.serving.Service` and the function that runs plans.
+    :param max_running: the most plans that run at once; see :meth:`Service.drive`.
+    :param max_waiting: the most plans that wait; see :meth:`Service.drive`.
     """
 
     def __init__(self, start: Start, max_running: int | None = None, max_waiting: int | None = None) -> None:
@@ -44,7 +45,7 @@ class WebService(Handle):
 
     @property
     def driver(self) -> Driver:
-        """The driver of the service, available within the lifespan.
+        """The driver of the service, which exists while :meth:`lifespan` runs.
 
         :raises CommClosedError: the service is not open.
         """
@@ -54,13 +55,13 @@ class WebService(Handle):
 
     @asynccontextmanager
     async def lifespan(self, app: object) -> AsyncIterator[None]:
-        """Drive the service on rank 0 while the application runs. Pass this method as ``lifespan=`` to the framework.
+        """Run the driver on rank 0 while the application runs. Pass this method as ``lifespan=`` to the framework.
 
-        If the service cannot go on, for example because no process replaces a lost rank in time, this method sends
+        If the service cannot continue, for example because no process replaces a lost rank in time, this method sends
         SIGTERM to this process. The web server's signal handler then ends the server. A launcher that restarts ranks
         starts this rank again.
 
-        :raises CommError: the service could not go on.
+        :raises CommError: the service could not continue.
         """
         service, execute = await self._start()
         _measure(service)
@@ -70,16 +71,16 @@ class WebService(Handle):
             tasks.cancel_scope.cancel()
 
     async def work(self) -> None:
-        """Carry out plans until rank 0 ends. Every rank except 0 calls this."""
+        """Run plans until rank 0 ends. Every rank except 0 calls this method."""
         service, execute = await self._start()
         _measure(service)
         async with service:
             await service.work(execute)
 
     def main(self, serve: Callable[[], object]) -> None:
-        """Read this process's rank from the launcher's environment.
+        """Run the web server on rank 0, and :meth:`work` on every other rank.
 
-        Run the web server on rank 0, and :meth:`work` on other ranks.
+        The launcher's environment variables give this process's rank. Without a launcher, this process is rank 0.
 
         :param serve: a function that runs the web server, such as ``lambda: uvicorn.run(app)``.
         """
@@ -94,9 +95,9 @@ class WebService(Handle):
 
         This method is an ASGI application, which can be mounted anywhere.
 
-        ``/healthz`` answers 200 while the service runs or recovers, ``/readyz`` while it takes plans. Otherwise each
-        answers 503 and the reason. ``/metrics`` has the metrics of this service and of the rest of Prometheus' default
-        registry.
+        ``/healthz`` answers 200 while the service runs or recovers. ``/readyz`` answers 200 while the service accepts
+        plans. Otherwise both answer 503 and the reason. ``/metrics`` answers with all metrics of Prometheus' default
+        registry, which include those of this service.
         """
         if scope["type"] != "http":
             return
@@ -142,7 +143,7 @@ def _measure(service: Service) -> None:
 
 
 async def _end_with(driver: Driver) -> None:
-    """End the web server when the service cannot go on."""
+    """End the web server when the service cannot continue."""
     await driver.wait_ended()
     if callable(signal.getsignal(signal.SIGTERM)):  # Without a handler the process would end before its answers.
         signal.raise_signal(signal.SIGTERM)
@@ -151,17 +152,18 @@ async def _end_with(driver: Driver) -> None:
 async def until_disconnect(client: Any, awaitable: Awaitable[T]) -> T:
     """Await an awaitable for a client, and cancel the awaitable when the client disconnects.
 
-    Web frameworks themselves do not cancel it.
+    Web frameworks do not cancel a handler whose client has disconnected.
 
-    Read the body of the request before this call, so that the next message of the client is its disconnection. A
-    framework that reads the body for the handler's arguments, such as FastAPI, has already read it.
+    Read the body of the request before this call, so that the client's next message is the disconnection. FastAPI
+    reads the body before the handler, if the handler has an argument for the body.
 
-    :param client: the ``receive`` of ASGI, or a request that has it, as in Starlette, FastAPI and Litestar.
+    :param client: ASGI's ``receive`` function, or a request with a method ``receive``, as in Starlette, FastAPI and
+        Litestar.
     :param awaitable: the awaitable, such as ``driver.run(plan)``.
     :returns: the result of the awaitable.
     :raises ClientLeftError: the client has disconnected, so an answer would not arrive.
-    :raises ArgumentError: the request's body was not read. An exception of the awaitable or of ``receive`` is raised
-        unchanged.
+    :raises ArgumentError: the request's body was not read. This function raises an exception of the awaitable or of
+        ``receive`` unchanged.
     """
     receive: Receive = getattr(client, "receive", client)
     raised: list[BaseException] = []

@@ -1,6 +1,7 @@
 """Metrics for exporters: durations of ops by op, transport and size, and the lateness of the event loop.
 
-They use only the public hooks and :meth:`Communicator.statistics`, as an exporter for another system would.
+This module uses only the public hooks and :meth:`Communicator.statistics`. An exporter for another system can do the
+same.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from aiocomms.serving.plans import SERVICE_LANE
 _SIZES: Final = ((0, "0"), (10, "<1KiB"), (14, "<16KiB"), (18, "<256KiB"), (22, "<4MiB"), (26, "<64MiB"))
 LARGEST: Final = ">=64MiB"
 SIZES: Final = tuple(next((name for most, name in _SIZES if bits <= most), LARGEST) for bits in range(65))
-"""The names of the size classes in bytes, by the number of bits of the size."""
+"""The name of the size class for each number of bits of a size in bytes."""
 
 
 class Instrumentable(Protocol):
@@ -49,7 +50,7 @@ class Instrumentable(Protocol):
 
     @property
     def transports(self) -> dict[str, str]:
-        """The names of the transports, by the family of operations that each one carries."""
+        """The name of the transport for each family of operations."""
 
     def statistics(self) -> Statistics:
         """See :meth:`Communicator.statistics`."""
@@ -62,7 +63,7 @@ class Instrumentable(Protocol):
 
 
 class Traceable(Instrumentable, Protocol):
-    """An :class:`Instrumentable` that also runs a hook at the call of each op."""
+    """An :class:`Instrumentable` that can also run a hook at the call of each op."""
 
     def register_pre_hook(self, fn: Any) -> Hook:
         """See :meth:`Communicator.register_pre_hook`."""
@@ -79,14 +80,14 @@ def instrumentable(comm: Any, also: str = "") -> None:
 
 
 def part_of(op: Op, lane: str = "") -> str:
-    """Return the part of this library that has called an op: ``stream_`` or ``service_``; empty for a program's op."""
+    """Return the part of this library that called an op: ``stream_`` or ``service_``; empty for the program's ops."""
     if getattr(op, "channel", USER) != USER:
         return "stream_"
     return "service_" if lane == SERVICE_LANE else ""
 
 
 class OpDurations(Durations):
-    """The durations of the ops of one kind that have ended without an error."""
+    """The durations of the successful ops of one kind."""
 
     __slots__ = ("bytes",)
 
@@ -110,7 +111,7 @@ class MetricRow(NamedTuple):
 class Tally:
     """The counts of one communicator's ops by kind. A post-hook counts until :meth:`remove` is called.
 
-    The hook writes the counts on the event loop's thread. Any thread may read.
+    The hook changes the counts on the event loop's thread. Any thread may read them.
     """
 
     def __init__(self, comm: Instrumentable) -> None:
@@ -134,7 +135,7 @@ class Tally:
         kind.bytes += size
 
     def rows(self) -> Iterator[MetricRow]:
-        """Yield the counts so far. Safe on any thread."""
+        """Yield the current counts. Thread-safe."""
         for (cls, size, part), kind in list(dict(self._kinds).items()):
             # Collectives that no transport carries consist of messages.
             transport = self._transports.get(cls.family, "messages")
@@ -142,7 +143,7 @@ class Tally:
 
 
 class Totals:
-    """The sums over the ops of one rank, on a communicator and on the lost communicators that it replaces."""
+    """The sums over the ops of one rank, on a communicator and on the lost communicators before it."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str, str], MetricRow] = {}
@@ -170,10 +171,10 @@ class Totals:
 
 
 class Lateness:
-    """The time until an event loop runs a callback from another thread. Only :meth:`look` submits such callbacks."""
+    """The delay until an event loop runs a callback of another thread. Only :meth:`look` submits these callbacks."""
 
     def __init__(self) -> None:
-        """Measure the loop that runs on this thread, if there is one; else the lateness stays unknown."""
+        """Measure the loop that runs on this thread. If no loop runs, the lateness stays unknown."""
         self._loop: Loop | None = None
         try:
             self._loop = running_loop()
@@ -185,9 +186,9 @@ class Lateness:
     def look(self) -> float | None:
         """Return the delay of the last callback. If that callback is pending, return its delay so far.
 
-        If no callback is pending, also submit the next one. Safe on any thread.
+        If no callback is pending, also submit the next callback. Thread-safe.
 
-        :returns: the delay in seconds; None if it is unknown, as at the first call.
+        :returns: the delay in seconds; None if the delay is unknown, as at the first call.
         """
         asked, now = self._asked, clock.now()
         if asked is not None:
@@ -216,7 +217,8 @@ class Measured:
         self._comm = ref(comm)  # A strong reference would prevent the warning of a communicator left open.
         self._removed = False
         self.lost: Statistics | None = None
-        """The statistics at the communicator's loss, if it was lost: a later look may find it closed."""
+        """The statistics at the communicator's loss, because a lost communicator may be closed later; None if not
+        lost."""
         self._hook = comm.register_abort_hook(self._lost)
         if comm.aborted:
             self._lost()
@@ -226,7 +228,7 @@ class Measured:
             self.lost = comm.statistics()
 
     def open(self) -> Instrumentable | None:
-        """Return the communicator; None if it was closed or garbage-collected, or the measurement has ended."""
+        """Return the communicator; None if it was closed or garbage-collected, or :meth:`remove` was called."""
         comm = self._comm()
         return None if comm is None or comm.closed or self._removed else comm
 
@@ -252,7 +254,7 @@ class MeasuredService:
         self._measured = self._add(comm)
 
     def open(self) -> Service | None:
-        """Return the service; None if it has ended or was garbage-collected, or measuring has ended."""
+        """Return the service; None if it has ended or was garbage-collected, or :meth:`remove` was called."""
         service = self._service()
         return None if service is None or service.closed or self._removed else service
 
@@ -265,15 +267,15 @@ class MeasuredService:
 
 
 Place = tuple[str, int]
-"""The name of a communicator before any reconfiguration, and this rank."""
+"""The name of a communicator before any reconfiguration, and the number of this rank."""
 
 
 class Shown:
     """The communicators that one exporter shows.
 
-    The counts of a lost communicator are kept, and added to those of the communicator that replaces it. Otherwise the
-    metrics would never show the failure that led to a recovery. The kept counts are dropped when a communicator is
-    closed without a loss.
+    The exporter adds the counts of a lost communicator to the counts of the communicator that replaces it. Otherwise
+    the metrics would never show the failure that led to a recovery. When a communicator is closed without a loss, the
+    exporter drops the counts.
     """
 
     def __init__(self) -> None:
@@ -283,7 +285,7 @@ class Shown:
         self._kept: dict[Place, Totals] = {}
 
     def add(self, comm: Instrumentable) -> Measured:
-        """Measure a communicator. If it or its portal is measured already, return that measurement."""
+        """Measure a communicator, or return the existing measurement of the communicator or its portal."""
         comm = getattr(comm, "_comm", comm)  # A portal has the hooks of its communicator.
         with self._lock:
             known = next((each for each in self._measured if each.open() is comm), None)
@@ -293,7 +295,7 @@ class Shown:
         return known
 
     def add_service(self, service: Service) -> MeasuredService:
-        """Measure a service with its current and later communicators. If it is measured already, do as :meth:`add`."""
+        """Measure a service and its current and later communicators, or return the existing measurement."""
         with self._lock:
             known = next((each for each in self._services if each.open() is service), None)
             if known is None:
@@ -302,14 +304,14 @@ class Shown:
         return known
 
     def services(self) -> list[ServiceStatistics]:
-        """Return the statistics of the services that have not ended. Safe on any thread."""
+        """Return the statistics of the services that have not ended. Thread-safe."""
         with self._lock:
             found = [(each, service) for each in self._services if (service := each.open()) is not None]
             self._services = [each for each, _ in found]
         return [service.statistics() for _, service in found]
 
     def open(self) -> list[tuple[Measured, Statistics]]:
-        """Return the open communicators with their statistics. Safe on any thread."""
+        """Return the open communicators with their statistics. Thread-safe."""
         with self._lock:
             found = [(each, comm) for each in self._measured if (comm := each.open()) is not None]
             for each in self._measured:
@@ -326,9 +328,9 @@ class Shown:
             self._kept.setdefault(place, Totals()).add(each.tally.rows(), each.lost.failed)
 
     def totals(self) -> dict[Place, Totals]:
-        """Return the sums of each communicator, including those of the lost communicators that it replaces.
+        """Return the sums of each communicator, including the counts of the lost communicators before it.
 
-        Safe on any thread.
+        Thread-safe.
         """
         found = self.open()
         totals: dict[Place, Totals] = {}

@@ -23,7 +23,7 @@ _SCOPE = "aiocomms"
 
 
 class Tracing(Handle):
-    """The registration that makes a span for each op that is called within a span; ``remove()`` ends it."""
+    """The hook that makes a span for each op that is called within a sampled span; ``remove()`` removes it."""
 
     def __init__(self, comm: Instrumentable, provider: TracerProvider | None) -> None:
         self._tracer = trace.get_tracer(_SCOPE, __version__, provider)
@@ -61,15 +61,15 @@ class Tracing(Handle):
 
 
 def trace_ops(comm: Instrumentable, tracer_provider: TracerProvider | None = None) -> Tracing:
-    """Make a span for each later op that is called within a span, as a child of that span.
+    """Make a span for each later op that is called within a sampled span. The op's span is a child of that span.
 
-    The op's span lasts from the call to the op's end. It is created when the op has ended.
+    The op's span lasts from the call to the op's end. The hook creates the span when the op has ended.
 
     The provider's sampler decides whether the op's span is recorded. The default sampler of OpenTelemetry's SDK makes
     the same decision as for the parent span. An op that is called outside a sampled span gets no span.
 
     :param comm: a :class:`~aiocomms.Communicator`, :class:`~aiocomms.Portal` or blocking communicator.
-    :param tracer_provider: the provider of the tracer; None: the global one.
+    :param tracer_provider: the provider of the tracer; None: the global provider.
     :returns: a handle with ``.remove()``.
     :raises ArgumentTypeError: ``comm`` has another type.
     """
@@ -82,7 +82,7 @@ def _labels(name: str, rank: int) -> dict[str, Any]:
 
 
 class PlanTracing(Handle):
-    """The registration that makes spans for a service's plans and their ops; :meth:`remove` ends it."""
+    """The hooks that make spans for a service's plans and their ops; :meth:`remove` removes them."""
 
     def __init__(self, service: Service, provider: TracerProvider | None) -> None:
         self._tracer, self._provider = trace.get_tracer(_SCOPE, __version__, provider), provider
@@ -119,23 +119,23 @@ class PlanTracing(Handle):
 
 
 def _fill(carrier: dict[str, str]) -> None:
-    """Add the context of a plan's caller to the carrier, if the caller is traced."""
+    """Add the context of a plan's caller to the carrier, if the caller runs within a sampled span."""
     if trace.get_current_span().get_span_context().trace_flags.sampled:
         propagate.inject(carrier)
 
 
 def trace_plans(service: Service, tracer_provider: TracerProvider | None = None) -> PlanTracing:
-    """Make spans, on this rank, for each plan that is called within a span, and for the plan's ops.
+    """Make a span on this rank for each plan that is called within a sampled span, and for the plan's ops.
 
     Call this function on every rank.
 
-    The global propagator writes the caller's context, which is sent to all ranks with the plan. So each rank's span of
-    the plan is a child of the caller's span, and has the spans of that rank's ops as its children. It lasts while the
-    call of ``execute`` runs. As with :func:`trace_ops`, a call outside a sampled span gets
-    no span.
+    OpenTelemetry's global propagator writes the caller's context, and rank 0 sends the context with the plan to all
+    ranks. So the plan's span on each rank is a child of the caller's span. The spans of the plan's ops on this rank are
+    children of the plan's span, which lasts as long as ``execute`` runs. As with :func:`trace_ops`, a plan that is
+    called outside a sampled span gets no span.
 
     :param service: the service. Its current and later communicators are traced as by :func:`trace_ops`.
-    :param tracer_provider: the provider of the tracer; None: the global one.
+    :param tracer_provider: the provider of the tracer; None: the global provider.
     :returns: a handle with ``.remove()``.
     :raises ArgumentTypeError: ``service`` is not a service.
     """

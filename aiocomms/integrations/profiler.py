@@ -1,4 +1,4 @@
-"""Ranges of ops in torch's profiler. See ``docs/metrics.md``."""
+"""Time ranges of ops in torch's profiler. See ``docs/metrics.md``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tensors(given: Any) -> Iterator[Tensor]:
 
 
 class Range:
-    """A range of the profiler. It lasts from its creation until :meth:`end`, which any thread may call."""
+    """A time range in the profiler, from the object's creation to the call of :meth:`end`, which is thread-safe."""
 
     def __init__(self, name: str, given: Any) -> None:
         """Begin the range.
@@ -46,7 +46,7 @@ class Range:
 
 
 class Recording(Handle):
-    """The registration that makes a range for each op while a profiler runs; :meth:`remove` ends it."""
+    """The hooks that make a range for each op while a profiler runs; :meth:`remove` removes them."""
 
     def __init__(self, comm: Traceable) -> None:
         self._ranges: dict[int, Range] = {}  # The ranges of ops under way, by their numbers.
@@ -75,8 +75,8 @@ class Recording(Handle):
 def record_ops(comm: Traceable) -> Recording:
     """Show each later op as a range in torch's profiler, such as ``aiocomms:all_reduce``, while the profiler runs.
 
-    A range begins at the call. It ends with the op, before the awaiting tasks resume. So the range has the duration of
-    the op, also if the event loop is busy.
+    A range lasts from the op's call to the op's end, and ends before the awaiting tasks resume. So the range has the
+    duration of the op even if the event loop is busy.
 
     :param comm: a :class:`~aiocomms.Communicator`, :class:`~aiocomms.Portal` or blocking communicator.
     :returns: a handle with ``.remove()``.

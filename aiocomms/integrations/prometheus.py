@@ -1,7 +1,7 @@
 """Metrics of communicators and services for Prometheus; needs ``pip install "aiocomms[prometheus]"``.
 
-See ``docs/metrics.md``. A post-hook adds two numbers and a count for each op. Everything else is read when Prometheus
-scrapes, because communicators and services keep those counts anyway.
+See ``docs/metrics.md``. For each op, a post-hook only adds to a few counts. Communicators and services keep all other
+counts themselves, and the exporter reads these at each scrape.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LARGEST: Final = (
     "_oldest_pending_seconds",
     "_oldest_plan_seconds",
 )
-"""The ends of the names of metrics that show the largest of several values. The other metrics show the sum."""
+"""The endings of the names of metrics that show the largest of several values. Other metrics show the sum."""
 _LE: Final = [*(repr(bound) for bound in BOUNDS), "+Inf"]
 
 
@@ -48,7 +48,7 @@ class Exporter(Handle, Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of all communicators and services. Safe on any thread."""
+        """Yield the metrics of all communicators and services. Thread-safe."""
         families, streams, plans = _Families(), _StreamFamilies(), _PlanFamilies()
         for (name, rank), totals in self.shown.totals().items():
             families.add_totals([name, str(rank)], totals)
@@ -202,7 +202,7 @@ def _histogram(name: str, what: str) -> HistogramMetricFamily:
 
 
 def _merged(family: Metric) -> Metric:
-    """Leave one sample of each name and labels, because Prometheus refuses a scrape with two."""
+    """Merge samples with the same name and labels, because Prometheus rejects a scrape with duplicates."""
     found: dict[tuple[str, ...], Sample] = {}
     for each in family.samples:
         key = each.name, *each.labels.values()
@@ -231,14 +231,14 @@ def instrument(
 ) -> Measured | MeasuredService:
     """Measure a communicator from now on, until it is closed. Call this on the thread of its event loop.
 
-    If another thread makes the call, as for a portal or a blocking communicator, the lateness of the loop is not
-    measured. For a service, the metrics contain all plans since its start, and the current communicator, until the
-    service ends. A connection of endpoints appears as a communicator of two ranks, whose name contains the names of
-    both endpoints.
+    If another thread makes the call, as for a portal or a blocking communicator, the metrics lack the lateness of the
+    event loop. For a service, the metrics contain all plans since its start, and its current communicator, until the
+    service ends. A connection between endpoints appears as a communicator of two ranks, whose name contains the names
+    of both endpoints.
 
     :param comm: a :class:`~aiocomms.Communicator`, :class:`~aiocomms.Portal`, blocking communicator,
         :class:`~aiocomms.Peer`, blocking peer or :class:`~aiocomms.serving.Service`.
-    :param registry: the registry that shows the metrics; any number of communicators may share one.
+    :param registry: the Prometheus registry that exports the metrics. Any number of communicators may share a registry.
     :returns: a handle with ``.remove()``.
     :raises ArgumentTypeError: ``comm`` has another type.
     """

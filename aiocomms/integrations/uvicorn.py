@@ -1,4 +1,4 @@
-"""A uvicorn server that ends without the loss of a request on an accepted connection."""
+"""A uvicorn server that answers the requests of all accepted connections before it ends."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ import uvicorn
 from aiocomms.errors import ArgumentError
 
 LINGER: Final = 1.0
-"""Seconds in which accepted connections may send their first request when the server ends."""
+"""The most seconds for which an ending server waits for the first request of an accepted connection."""
 _PAUSE: Final = 0.01
 
 
 class Server(uvicorn.Server):
     """A ``uvicorn.Server`` that answers a request of each accepted connection before the server ends.
 
-    uvicorn's own server closes a connection whose request it has not read, and the client sees a reset. This server
-    stops listening, and waits up to :data:`LINGER` seconds until each connection has sent a request. It then
-    closes connections that stay open after an answer. HTTP permits that at any time.
+    uvicorn's own server closes a connection whose request it has not read yet, so the client's connection is reset. At
+    its end, this server stops listening, and waits up to :data:`LINGER` seconds until each connection has sent a
+    request. Then this server closes each connection after the answer, which HTTP permits at any time.
     """
 
     _abandon_start: Callable[[], object] | None = None
@@ -35,7 +35,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin the shutdown; a second SIGINT ends the server at once. During the start, cancel the start.
 
-        After its shutdown, uvicorn's own server kills the process by the same signal. This server does not.
+        After its shutdown, uvicorn's own server sends the same signal to the process again. This server does not.
         """
         self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
         self.should_exit = True
@@ -52,10 +52,10 @@ class Server(uvicorn.Server):
             sys.exit(1)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the application and listen, unless a signal comes before.
+        """Start the application and listen. A signal cancels the start.
 
-        uvicorn's own server handles a signal after the start, which may load a model or wait for other ranks. After
-        this cancellation, the end of the event loop cancels the application's lifespan.
+        uvicorn's own server handles a signal only after the start, and the start may load a model or wait for other
+        ranks. After the cancellation, the end of the event loop cancels the application's lifespan.
         """
         with anyio.CancelScope() as scope:
             loop = asyncio.get_running_loop()
@@ -80,7 +80,7 @@ class Server(uvicorn.Server):
 
 
 def _has_sent_nothing(connection: Any) -> bool:
-    """Return whether a connection, an ``HTTPProtocol`` of uvicorn, has had no request. A WebSocket has had one."""
+    """Return whether a connection has sent no request. A WebSocket connection has already sent one."""
     return getattr(connection, "cycle", connection) is None
 
 
