@@ -1,11 +1,11 @@
-"""aiocomms between actors of Ray: communicators without a store of your own, and a tensor transport.
+"""aiocomms between actors of Ray: communicators that need no ``store`` argument, and a tensor transport.
 
 >>> comm = await aiocomms.integrations.ray.rendezvous("pipeline", rank=rank, size=3)  # in a method of an async actor
 >>> @ray.method(tensor_transport="aiocomms")  # the returned tensors move from actor to actor
 
-The import registers the tensor transport for the actors that this process creates later. It needs Ray 2.60, which
-``pip install "aiocomms[ray]"`` installs. The tensor transport also needs a transport with endpoints, such as that of
-``pip install "aiocomms[ucx]"``.
+The import of this package registers the tensor transport for the actors that this process creates later. The package
+needs Ray 2.60, which ``pip install "aiocomms[ray]"`` installs. The tensor transport also needs an aiocomms transport
+with endpoints, such as ``ucx`` (``pip install "aiocomms[ucx]"``).
 """
 
 from __future__ import annotations

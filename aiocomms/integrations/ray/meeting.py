@@ -1,12 +1,13 @@
-"""The meeting in which ranks on Ray find each other, from the view of one rank. All calls block.
+"""The meeting in which ranks on Ray find each other; this module has the code of one rank. All calls block.
 
-Rank 0 serves a store, and puts a record with its address into Ray's key-value store (that of the GCS). The key is the
-name and a random number. The other ranks search for such records, and announce themselves in the store of rank 0. When
-all ranks have arrived, rank 0 deletes its record, and only then releases them. So a rank that joins the next meeting of
-that name never finds the record of the previous one.
+Rank 0 serves a store. It puts a record with the address of this store into Ray's own key-value store (the GCS). The
+record's key consists of the rendezvous's name and a random number. The other ranks search for records of the name, and
+write into rank 0's store that they have arrived. When all ranks have arrived, rank 0 first deletes its record, and then
+tells the other ranks to continue. So a rank that joins the next meeting of the same name never finds an old record.
 
-The record of a killed rank 0 stays until the next rank 0 arrives, and another process may listen at its address
-meanwhile. Therefore the store contains the number, too. A rank that does not find it there continues to search.
+If rank 0 is killed, its record stays until the next rank 0 arrives. Meanwhile another process may listen at the
+address of the record. Therefore rank 0's store also contains the random number. A rank that does not find the number in
+the store continues to search.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ from aiocomms.lowlevel import ControlCodec, clock, reach_store, serve_store, sto
 from aiocomms.lowlevel.jobstore import JobStore
 
 NAMESPACE: Final = "aiocomms"
-"""The namespace of the keys in the GCS."""
+"""The namespace of the keys in Ray's key-value store (the GCS)."""
 _OPEN: Final = "open"
-"""The key that rank 0 sets to admit the other ranks, once it is the only rank 0."""
+"""The key that rank 0 sets in its store to admit the other ranks, once no second rank 0 exists."""
 _VERDICT: Final = "verdict"
-"""The key with which rank 0 releases the other ranks. Its value is the list of the missing ranks."""
+"""The key that rank 0 sets in its store at the end of the meeting. Its value is the list of the missing ranks."""
 _PROBE: Final = 2.0
-"""Seconds for one attempt to reach a store, so that a silent store does not prevent attempts at others."""
+"""The most seconds for one attempt to reach a store. Then the rank can try another store."""
 _SHORTEST: Final = 0.1
-"""The minimum seconds for an attempt, also after the deadline."""
+"""The fewest seconds for an attempt to reach a store, also after the deadline."""
 _WITHDRAWAL: Final = 5.0
-"""Seconds for which a rank that gives up waits for its current step: a probe, or an answer of Ray's store."""
+"""Seconds for which a cancelled rank waits for the end of its current step."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
-"""Seconds between two looks: the first pause and the longest."""
+"""Seconds between two polls of a store: the first pause and the longest pause."""
 
 
 class RayRecord(msgspec.Struct, array_like=True):
@@ -65,7 +66,7 @@ _VERDICTS = ControlCodec[list[int]](list[int], "what rank 0 says of a meeting")
 
 
 class RayMeeting:
-    """One rank's part of a meeting."""
+    """The part of one rank in a meeting."""
 
     def __init__(self, name: str, rank: int, size: int, seconds: float) -> None:
         if not internal_kv._internal_kv_initialized():
@@ -76,9 +77,9 @@ class RayMeeting:
         self._given_up, self._over = clock.event(), clock.event()
 
     def run(self) -> JobStore:
-        """Meet, and return the store.
+        """Wait until all ranks have arrived, and return the store.
 
-        :raises CommError: as :class:`aiocomms.integrations.ray.rendezvous` does.
+        :raises CommError: see the errors of :class:`aiocomms.integrations.ray.rendezvous`.
         """
         try:
             return self._host() if self._rank == 0 else self._join()
@@ -115,10 +116,10 @@ class RayMeeting:
         return store
 
     def _claim(self, key: bytes) -> None:
-        """Ensure that this is the only rank 0. Both of two rivals have put their records, so one sees the other here.
+        """Ensure that no other process is rank 0. Each rank 0 has put its record before, so two of them see each other.
 
         :param key: the key of this process's record.
-        :raises ArgumentError: another process is rank 0 already, or has the smaller key.
+        :raises ArgumentError: another process is already rank 0, or its record has a smaller key.
         """
         for _ in self._looks():
             waiting = False
@@ -136,7 +137,7 @@ class RayMeeting:
                 return
 
     def _rival(self, key: bytes, record: RayRecord) -> JobStore | None:
-        """Return the store of another rank 0, if it can be reached. Delete a record without a rank 0 behind it."""
+        """Return the store of another rank 0, or None. Delete the record if no rank 0 serves a store at its address."""
         try:
             with store_errors():
                 store = self._reached(key, record)
@@ -165,7 +166,7 @@ class RayMeeting:
         return store
 
     def _heed(self, store: JobStore) -> None:
-        """Wait until rank 0 releases this rank."""
+        """Wait until rank 0 ends the meeting."""
         for _ in self._looks():
             if store.check([_VERDICT]):
                 absent = _VERDICTS.decode(store.get(_VERDICT), 0)
@@ -203,14 +204,14 @@ class RayMeeting:
     # ------------------------------------------------------------------------------------------------------------ both
 
     def _records(self) -> Iterator[tuple[bytes, RayRecord]]:
-        """Yield the records of the name with their keys. There are several if a rank 0 was killed."""
+        """Yield the records of the rendezvous's name with their keys. Several exist if an earlier rank 0 was killed."""
         for key in internal_kv._internal_kv_list(self._prefix, namespace=NAMESPACE):
             value = internal_kv._internal_kv_get(key, namespace=NAMESPACE)
             if value is not None:  # The key may just have been deleted.
                 yield key, _RECORDS.decode(value, 0)
 
     def _reached(self, key: bytes, record: RayRecord) -> JobStore | None:
-        """Return the store at a record's address. None: no rank serves it there any more.
+        """Return the store at a record's address, or None if no process serves this store any more.
 
         :raises ArgumentError: the address is the loopback of another node.
         :raises StoreLostError: the address cannot be reached, so the state of the store is unknown.
@@ -234,7 +235,7 @@ class RayMeeting:
         internal_kv._internal_kv_del(key, namespace=NAMESPACE)
 
     def _looks(self) -> Iterator[None]:
-        """Yield for each look, with pauses, until the deadline.
+        """Yield once for each poll, with pauses between the polls, until the deadline.
 
         :raises CommClosedError: the caller was cancelled.
         """

@@ -1,4 +1,4 @@
-"""The addresses at which other processes of a job reach a process of Ray."""
+"""The addresses at which the processes of a Ray job reach each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNPROTECTED = (
     "for this job has no token: give the driver and all workers one, by AIOCOMMS_TOKEN in os.environ and in "
     "ray.init(runtime_env={'env_vars': {'AIOCOMMS_TOKEN': os.environ['AIOCOMMS_TOKEN']}})"
 )
-"""The reason why a process listens on loopback, and the remedy."""
+"""The end of an error message: why a process listens on the loopback interface, and what to do."""
 
 
 def own_host() -> str:
@@ -33,9 +33,9 @@ def own_host() -> str:
 
 
 def check_reachable(who: str, host: str, their_node: str) -> None:
-    """Check that another process can be reached: if it listens on loopback, it must be on this process's node.
+    """Check that another process is reachable. A process that listens on loopback must be on this process's node.
 
-    :param who: the name of the other process, with which the error's message begins.
+    :param who: the name of the other process; the error's message begins with this name.
     :param host: the address at which the other process listens.
     :raises ArgumentError: the other process listens on the loopback of another node.
     """

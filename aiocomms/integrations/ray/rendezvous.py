@@ -1,4 +1,4 @@
-"""The rendezvous of actors by name: rank 0 serves a store, and Ray's own store has its address meanwhile."""
+"""The rendezvous of actors by name. Rank 0 serves a store, and Ray's own store has this store's address meanwhile."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from aiocomms.lowlevel import run_in_thread
 class rendezvous(new_comm):  # noqa: N801 - The class is called like a function, as new_comm is.
     """Form a communicator with the other actors that call this with the same name; collective.
 
-    Await it to get a :class:`~aiocomms.Communicator`, or use it as ``async with rendezvous(...) as comm:``, like
-    :func:`aiocomms.new_comm`. The actors are in one namespace of Ray; drivers and tasks can take part, too. All meet
-    in a store that rank 0's process serves as long as the communicator lives. The same name may be used again at once,
-    with the same or other actors. When the call returns or is cancelled, no entry remains in Ray's own store.
+    Write ``comm = await rendezvous(...)`` or ``async with rendezvous(...) as comm:``, as with
+    :func:`aiocomms.new_comm`. All actors must be in one namespace of Ray. Drivers and tasks can also call this. All
+    ranks use a store that rank 0's process serves until the communicator is closed. After this call, the same or other
+    actors may use the same name again. When the call returns or is cancelled, no entry remains in Ray's own store.
 
-    On several nodes the job needs a token: ``AIOCOMMS_TOKEN`` in the ``env_vars`` of Ray's ``runtime_env``. Without a
-    token, only actors on one host can meet.
+    If the actors are on several nodes, the job needs a token: ``AIOCOMMS_TOKEN`` in the ``env_vars`` of Ray's
+    ``runtime_env``. Without a token, all actors must be on one host.
 
     :param name: the name of the rendezvous and of the communicator.
     :param rank: this actor's rank.
     :param size: the number of actors.
     :param transport: as for :func:`aiocomms.new_comm`.
     :param device: the device of all tensors.
-    :param timeout: the deadline in seconds for the rendezvous, then for the forming of the communicator, and later the
-        default deadline of ops. If None, the rendezvous and the forming have 600 s each, and ops have no deadline.
+    :param timeout: the deadline in seconds. It applies to the rendezvous, then to the formation of the communicator,
+        and is later the default deadline of ops. If None, the rendezvous and the formation have 600 s each, and ops
+        have no deadline.
     :param hints: advice to the transports.
-    :raises ArgumentError: an argument is wrong; two actors have the same rank; or the actors are on several nodes and
-        the job has no token.
+    :raises ArgumentError: an argument has a wrong value, two actors have the same rank, or the actors are on several
+        nodes and the job has no token.
     :raises MismatchError: the actors pass different sizes.
     :raises CommTimeoutError: ranks did not arrive in time; the error names them.
     :raises StoreLostError: rank 0 was lost before all ranks had arrived.

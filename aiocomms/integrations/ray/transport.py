@@ -1,8 +1,9 @@
 """A tensor transport of Ray Direct Transport (RDT) over endpoints.
 
-The source registers each tensor as a readable region. Ray passes the source's address and the regions' descriptors to
-the receiver, which connects, opens the regions, and reads them into its own tensors. The source's program takes no part
-in the reads. Ray calls all methods on its own threads.
+The *source* is the process that has the tensors of an object. It registers each tensor as a readable region. Ray passes
+the source's address and the regions' descriptors to the receiver. The receiver connects to the source, opens the
+regions, and reads them into its own tensors. The source's program takes no part in the reads. Ray calls all methods on
+its own threads.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from aiocomms.lowlevel.threads import start_awaited
 
 NAME: Final = "AIOCOMMS"
 _RELEASE: Final = 10.0
-"""Seconds in which receivers must release a revoked region."""
+"""Seconds within which receivers must release a revoked region."""
 
 _log = logging.getLogger("aiocomms")
 
@@ -60,20 +61,20 @@ else:
 
 @dataclass
 class EndpointMetadata(_Metadata):
-    """The addresses at which the tensors of one object can be read."""
+    """The data with which a receiver can read the tensors of one object."""
 
     source: str = ""
     """The name of the source's actor, for errors."""
     host: str = ""
     node: str = ""
-    """The address of the source's node; ``host`` is the address at which the source listens."""
+    """The address of the source's node. The source listens at ``host``."""
     address: bytes = b""
     descriptors: Sequence[bytes] = field(default_factory=list)
     """The descriptor of each tensor; empty for a tensor without elements."""
 
 
 class _Fetch(_FetchRequest):
-    """The read of one object, on a thread of its own. Any thread may wait for it or abort it."""
+    """The read of one object, on a separate thread. Any thread may wait for the read or abort it."""
 
     def __init__(self, obj_id: str, tensors: list[Tensor], meta: EndpointMetadata) -> None:
         super().__init__(obj_id, tensors)
@@ -103,7 +104,7 @@ class _Fetch(_FetchRequest):
             work.wait()
 
     def abort(self) -> None:
-        """Abort this fetch, and with it all pending fetches from the same source."""
+        """Abort this fetch and all other pending fetches from the same source."""
         self._end(CommAbortedError("the transfer was aborted"))
         if self._peer is not None:
             self._peer.abort("Ray has aborted a transfer")
@@ -126,7 +127,7 @@ class _Fetch(_FetchRequest):
 
 
 class RayTransport(_Manager):
-    """One process's instance of the transport, which Ray creates at its first use.
+    """The transport in one process. Ray creates this object at the first use.
 
     See Ray's ``TensorTransportManager``.
     """
@@ -135,7 +136,7 @@ class RayTransport(_Manager):
         self._lock = threading.Lock()
         self._endpoint: Endpoint | None = None
         self._objects: dict[str, tuple[EndpointMetadata, list[BlockingRegion]]] = {}
-        """The objects that other processes read from this one."""
+        """The objects that other processes can read from this process, by object ID."""
         self._fetches: list[_Fetch] = []
         """The pending fetches."""
 
@@ -167,7 +168,7 @@ class RayTransport(_Manager):
     # -------------------------------------------------------------------------------------------------- at the source
 
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Tensor]) -> EndpointMetadata:
-        """Make the tensors readable by all processes that get the returned metadata.
+        """Let all processes that get the returned metadata read the tensors.
 
         :raises ValueError: a tensor is not contiguous, or not on the CPU.
         """
@@ -195,7 +196,7 @@ class RayTransport(_Manager):
         """Do nothing: the receiver reads."""
 
     def garbage_collect(self, obj_id: str, tensor_transport_meta: Any, tensors: list[Tensor]) -> None:
-        """Revoke the memory of an object after its last read. When this returns, only the program uses the memory."""
+        """Revoke the regions of an object after its last read. After this call, no other process reads the memory."""
         with self._lock:
             _, regions = self._objects.get(obj_id, (None, []))
         for region in regions:
@@ -211,7 +212,7 @@ class RayTransport(_Manager):
     def fetch_multiple_tensors(
         self, obj_id: str, tensor_transport_metadata: Any, communicator_metadata: Any, target_buffers: Any = None
     ) -> _FetchRequest:
-        """Start to read an object into ``target_buffers``, or into new tensors if it is None. Return at once."""
+        """Start to read an object into ``target_buffers`` (None: into new tensors). Return at once."""
         meta: EndpointMetadata = tensor_transport_metadata
         tensors = target_buffers or create_empty_tensors_from_metadata(meta)
         fetch = _Fetch(obj_id, tensors, meta)
@@ -231,7 +232,7 @@ class RayTransport(_Manager):
         """Wait until the object has been read.
 
         :raises RayDirectTransportError: the read has failed. The message names the source and the reason.
-        :raises TimeoutError: the read has not ended in time, and goes on.
+        :raises TimeoutError: the read has not ended in time, and continues.
         """
         assert isinstance(fetch_request, _Fetch)
         return fetch_request.outcome.result(None if timeout < 0 else timeout)
@@ -245,7 +246,7 @@ class RayTransport(_Manager):
         )
 
     def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:
-        """Abort a transfer, and with it all pending transfers from the same source. Later transfers connect anew."""
+        """Abort a transfer and all other pending transfers from the same source. Later transfers connect again."""
         with self._lock:
             found = [fetch for fetch in self._fetches if fetch.obj_id == obj_id]
         for fetch in found:
@@ -254,7 +255,7 @@ class RayTransport(_Manager):
     # ---------------------------------------------------------------------------------------------------- on both ends
 
     def _here(self) -> Endpoint:
-        """Return this process's endpoint, opened at the first use."""
+        """Return this process's endpoint. The first call opens the endpoint."""
         with self._lock:
             if self._endpoint is None:
                 seconds = ray_constants.RDT_FETCH_FAIL_TIMEOUT_SECONDS

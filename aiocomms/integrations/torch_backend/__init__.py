@@ -5,9 +5,10 @@
 >>> dist.all_reduce(t)  # from any thread, as with other backends
 >>> await dist.all_reduce(t, async_op=True)  # in a coroutine of asyncio or trio
 
-The import registers the backend. ``pg_options`` of ``init_process_group`` and ``new_group`` is the transport, as for
-:func:`aiocomms.new_comm`. Without it aiocomms chooses one, for the CPU and for a GPU. Programs of ``torch.distributed``
-run unchanged, also with DDP, FSDP2, DTensor, pipelining schedules, functional collectives and checkpoints.
+The import registers the backend. The argument ``pg_options`` of ``init_process_group`` and ``new_group`` selects the
+transport, like the argument ``transport`` of :func:`aiocomms.new_comm`. Without ``pg_options``, aiocomms chooses a
+transport for the CPU and one for a GPU. Programs of ``torch.distributed`` run unchanged, also with DDP, FSDP2, DTensor,
+pipelining schedules, functional collectives and checkpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["BACKEND", "Group", "GroupWork", "register"]
 def register() -> None:
     """Register the backend, as the import of this module does.
 
-    In torch 2.14 and later, an entry point names this function.
+    torch 2.14 and later calls this function through an entry point.
     """
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=[*DEVICES])

@@ -1,7 +1,8 @@
-"""Receives of a group, which match in the order of the calls, as in torch, with or without a named source.
+"""Receives of a group, with or without a named source. As in torch, receives match in the order of the calls.
 
-A communicator prefers a receive with a named source to one without. So while a receive without a source is pending,
-later receives with its tag join the same queue, each with its one source.
+A communicator matches a message with a receive from this source before a receive from any source, even if the latter
+was called first. So while a receive from any source is pending, this module also starts later receives with the same
+tag by ``recv_any``, with a list of one source.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from aiocomms.errors import ArgumentError, CommError
 
 
 class Receives:
-    """The receives on a communicator, from one source or from any source. Any thread may call them."""
+    """The receives on a communicator, from one source or from any source. Thread-safe."""
 
     def __init__(self, comm: blocking.Communicator) -> None:
         self._comm = comm
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         self._waiting: dict[int, int] = {}
-        """The number of receives in the queue of each tag."""
+        """The number of pending ``recv_any`` calls for each tag."""
         self._lock = threading.RLock()  # The lock is reentrant: add_step calls _ended at once for an ended receive.
 
     def from_one(self, tensor: Tensor, source: int, tag: int) -> BlockingWork[Tensor] | BlockingWork[int]:
@@ -55,7 +56,7 @@ class Receives:
 
 
 def source_of(work: BlockingWork[int]) -> int:
-    """Return the source rank of the received message; -1 if there is no message."""
+    """Return the source rank of the received message; -1 if no message was received."""
     try:
         return work.wait() if work.done() else -1
     except CommError:

@@ -1,4 +1,4 @@
-"""The decorator that makes each method of a group accept all of torch's forms of its arguments."""
+"""The decorator by which each method of a group accepts arguments in all forms that torch passes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _Method = Callable[..., GroupWork]
 
 
 def operation(name: str, given: int | None = 0) -> Callable[[_Method], _Method]:
-    """Wrap a method so that it accepts all of torch's argument forms.
+    """Wrap a method so that it accepts arguments in all forms that torch passes.
 
     The method's last parameter is a :class:`How`, which the wrapper makes from the caller's arguments.
 
-    The wrapped method raises the errors that torch's users expect, and appears as a range in torch's profiler.
+    The wrapped method raises torch's error classes, and torch's profiler shows the call as a time range.
 
     :param given: the index of the argument whose tensors the profiler shows; None to show no tensors.
     """

@@ -1,4 +1,4 @@
-"""The communicators of a group: one for tensors on the CPU, and one for tensors on a GPU, opened on demand."""
+"""The communicators of a group: one for tensors on the CPU, and one for tensors on a GPU, opened when needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aiocomms.integrations.torch_backend.any_source import Receives
 from aiocomms.integrations.torch_backend.works import BACKEND
 
 DEVICES: Final = ("cpu", "cuda")
-"""The types of devices whose tensors a group carries."""
+"""The types of devices whose tensors a group supports."""
 
 
 def device_of(tensors: Sequence[Tensor]) -> torch.device:
@@ -37,11 +37,11 @@ class GroupSide:
     def __init__(self, comm: blocking.Communicator, gpu: torch.device | None = None) -> None:
         self.comm = comm
         self.gpu: torch.device | None = gpu
-        """The GPU whose streams wait for works; None: the device is the CPU."""
+        """The GPU whose streams wait for works; None if the device is the CPU."""
         self.receives: Receives = Receives(comm)
 
     def settle(self) -> None:
-        """Block until the GPU has finished the work on this thread's current stream."""
+        """Block until the GPU has finished everything on this thread's current stream."""
         if self.gpu is not None and (marks := self.comm._core.marks) is not None:
             end = marks.cuda.event()
             end.record(marks.cuda.current_stream())
@@ -49,7 +49,7 @@ class GroupSide:
 
 
 class GroupComms:
-    """A group's communicators, for the CPU and a GPU. The loss of one aborts the other. Any thread may use them."""
+    """A group's communicators for the CPU and a GPU. The loss of one communicator aborts the other. Thread-safe."""
 
     def __init__(
         self,
@@ -59,16 +59,16 @@ class GroupComms:
         parent: GroupComms | None = None,
         ranks: Sequence[int] = (),
     ) -> None:
-        """Begin with the communicator of the CPU.
+        """Store the CPU's communicator. The GPU's communicator is opened later.
 
-        :param store: the store in which the ranks meet for the communicator of a GPU.
-        :param transport: the requested transport; None: the best available one.
+        :param store: the store through which the ranks form the communicator for a GPU.
+        :param transport: the requested transport; None: the best available transport.
         :param parent: the communicators of the parent group, whose engines this group shares.
         :param ranks: the group's ranks, as ranks of the parent.
         """
         self.cpu: GroupSide = GroupSide(comm)
         self.gpu: GroupSide | None = None
-        """The communicator of a GPU; None: it is not open yet."""
+        """The communicator for a GPU; None before it is open."""
         self._store, self._transport = store, transport
         self._parent, self._ranks = parent, ranks
         self._lock = threading.Lock()  # The lock is held while the GPU's communicator opens with the other ranks.
@@ -79,9 +79,9 @@ class GroupComms:
         return [self.cpu] if self.gpu is None else [self.cpu, self.gpu]
 
     def on(self, device: torch.device, message: str | None = None) -> GroupSide:
-        """Return the communicator of a GPU. If it is not open, open it together with all ranks.
+        """Return the communicator for a GPU. If it is not open, open it together with all other ranks.
 
-        :param message: the name of a point-to-point op, which cannot open a communicator; None if the op is a
+        :param message: the name of the op if it is a point-to-point op, which cannot open a communicator; None for a
             collective.
         :raises ArgumentError: the group has no communicator for this GPU, and cannot open one now.
         """
@@ -99,7 +99,7 @@ class GroupComms:
         return side
 
     def open(self, device: torch.device) -> GroupSide:
-        """Open the communicator of a GPU, if it is not open. All ranks must call this."""
+        """Open the communicator for a GPU, if it is not open. All ranks must call this."""
         with self._lock:
             if self.gpu is None:
                 if (error := self.cpu.comm._core.refusal()) is not None:
@@ -129,7 +129,7 @@ class GroupComms:
 
 
 def _also(other: blocking.Communicator, error: CommError) -> None:
-    """Abort the other communicator, too, on all ranks."""
+    """Abort the group's other communicator on all ranks."""
     other.abort(error)
 
 

@@ -1,4 +1,4 @@
-"""Threads for calls that follow the ends of works."""
+"""Threads for functions that run after works have ended."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ logger: logging.Logger = logging.getLogger("aiocomms")
 
 
 class Completer:
-    """A pool of daemon threads that grows whenever all threads are busy.
+    """A pool of daemon threads. If all threads are busy, a new call gets a new thread.
 
-    No call waits for another. The calls run the program's functions. Such a function may wait for a work whose future a
-    later call completes, or for a rank that never arrives.
+    So no call waits for another call. This is necessary because the calls run the program's functions. Such a function
+    may wait for a work that only a later call completes, or for a rank that never arrives.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Completer:
         self._closed = False
 
     def submit(self, call: Callable[[], object]) -> None:
-        """Call a function on a thread of the pool, and return at once. Safe on any thread."""
+        """Call a function on a thread of the pool, and return at once. Thread-safe."""
         with self._changed:
             self._under_way += 1
             if self._idle:
@@ -41,7 +41,7 @@ class Completer:
             self._call(call)
 
     def drain(self) -> None:
-        """Wait until all submitted calls have returned, except a call from which ``drain`` itself is called."""
+        """Wait until all submitted calls have returned, except the call that itself calls ``drain``."""
         with self._changed:
             self._changed.wait_for(lambda: self._under_way <= getattr(self._own, "depth", 0))
 

@@ -1,8 +1,8 @@
 """Calls for torch's dispatcher: calls with tensor subclasses, and calls under a dispatch mode.
 
-Torch calls its own groups through its dispatcher, by the operators ``c10d::*``, but a group written in Python directly.
-This module passes a call through the dispatcher if a mode or a tensor subclass handles operators there. The dispatcher
-then ends in a call with plain tensors, which is a method of the group.
+Torch calls its own groups through its dispatcher, with the operators ``c10d::*``. Torch calls the methods of a group in
+Python directly, without the dispatcher. If a dispatch mode or a tensor subclass handles operators, this module passes
+the call through the dispatcher. The dispatcher finally calls a method of the group with plain tensors.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -48,15 +48,15 @@ _METHODS: Final = {
     "c10d::recv_": "recv",
     "c10d::recv_any_source_": "recv_anysource",
 }
-"""The methods of a group by the name of the equivalent ``c10d`` operator."""
+"""The method of a group for each ``c10d`` operator."""
 _SAID: Final = frozenset(
     ["process_group", "reduce_op", "root_rank", "root_tensor", "sparse_indices", "device_ids", "async_op", "timeout"]
 )
-"""The operators' arguments that :class:`How` contains, or that have no meaning here."""
+"""The operators' arguments that :class:`How` contains, or that have no effect here."""
 
 
 def is_seen(arguments: list[Any]) -> bool:
-    """Return whether this thread has a dispatch mode, or an argument is a tensor subclass with its own dispatch."""
+    """Return whether a call needs the dispatcher, because of a dispatch mode of this thread or a tensor subclass."""
     return dispatch_modes() > 0 or _decides(arguments)
 
 
@@ -68,9 +68,9 @@ def _decides(value: Any) -> bool:
 
 @contextlib.contextmanager
 def seen() -> Iterator[list[GroupWork]]:
-    """Route calls of torch's group operators in the ``with`` block to the methods of this package's groups.
+    """Within the ``with`` block, let torch's group operators call the methods of this package's groups.
 
-    :returns: the works of these calls.
+    :returns: a list, to which each of these calls adds its work.
     """
     last = _Last()
     with _replaced(dispatch_modes(), lambda others: [last, *others]):
@@ -79,7 +79,7 @@ def seen() -> Iterator[list[GroupWork]]:
 
 @contextlib.contextmanager
 def _replaced(count: int, by: Callable[[list[Mode]], list[Mode]]) -> Iterator[list[Mode]]:
-    """Replace the topmost modes of this thread by others. Both lists begin with the lowest mode."""
+    """Replace the topmost dispatch modes of this thread by other modes. Lists of modes begin with the lowest mode."""
     before = [modes._pop_mode() for _ in range(count)][::-1]
     within = by(before)
     try:
@@ -94,7 +94,7 @@ def _replaced(count: int, by: Callable[[list[Mode]], list[Mode]]) -> Iterator[li
 
 
 class _Last(Mode):
-    """The mode below all others, which gets each call that no other mode handles."""
+    """The dispatch mode below all others. It gets each call that no other mode handles."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class _Last(Mode):
 
 
 def _one_form(method: str, given: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments of an operator, given by name, in the form of ``forms.one_form``."""
+    """Convert an operator's arguments to the form of ``forms.one_form``. ``given`` has the arguments by name."""
     takers = [take for name, take in FORMS[method][0].items() if name != "opts"]
     values = [value for name, value in given.items() if name not in _SAID]
     how = How(

@@ -1,6 +1,7 @@
-"""The argument forms of each method of a process group, and their translation into one form.
+"""The forms in which torch passes the arguments of each method of a process group, and their conversion to one form.
 
-Torch's binding has several forms of most methods: a tensor or a list of it, an options object or some of its fields.
+Torch passes the arguments of most methods in several forms: a tensor or a list of one tensor, an options object or
+single fields of it.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from aiocomms.errors import ArgumentError, ArgumentTypeError
 from aiocomms.ops.reductions import ReduceOp
 
 UNSET: Final = timedelta(milliseconds=-1)
-"""The value of torch for an unset timeout."""
+"""The value that torch uses for an unset timeout."""
 
 
 class How(NamedTuple):
-    """The settings of a call, from torch's options object or from separate arguments."""
+    """The settings of a call, which torch passes as an options object or as separate arguments."""
 
     op: ReduceOp = ReduceOp.SUM
     root: int = 0
@@ -45,7 +46,7 @@ class How(NamedTuple):
 
 
 class _OtherForm(Exception):  # noqa: N818 - The exception is no error.
-    """The signal that an argument does not fit a form."""
+    """The exception that means: an argument does not have this form."""
 
 
 def _is(wanted: bool) -> None:
@@ -75,7 +76,7 @@ def lists(value: Any) -> list[list[Tensor]]:
 def tensor_in_list(value: Any) -> Tensor:
     """Return the tensor of a one-element list. In torch, a longer list has tensors on several devices of one rank.
 
-    :raises ArgumentError: there are several tensors. Backends treat several tensors differently; gloo adds them up.
+    :raises ArgumentError: the list has several tensors, which torch's backends treat differently; gloo adds them up.
     """
     if type(value) is list and len(value) == 1 and isinstance(value[0], Tensor):
         return value[0]
@@ -86,11 +87,11 @@ def tensor_in_list(value: Any) -> Tensor:
 
 
 def list_in_list(value: Any) -> list[Tensor]:
-    """Return the one list of tensors in a list of lists.
+    """Return the only list of tensors in a list of lists.
 
     If the outer list is empty, as on ranks other than the root, return an empty list.
 
-    :raises ArgumentError: there are several lists.
+    :raises ArgumentError: the outer list contains several lists.
     """
     found = lists(value)
     if len(found) > 1:
@@ -148,7 +149,7 @@ def _options(kind: type) -> Callable[[Any], How]:
 
 
 _Form = Mapping[str, Callable[[Any], Any]]
-"""A form: a converter for each argument, by torch's names."""
+"""A form of a method's arguments: a converter for each argument, by torch's name of the argument."""
 _FIELDS: Final = {"op": reduction, "root": whole, "timeout": deadline}
 _TIMEOUT: Final[_Form] = {"timeout": deadline}
 _SUM: Final[_Form] = {"op": reduction, "timeout": deadline}
@@ -216,15 +217,16 @@ FORMS: Final[Mapping[str, tuple[_Form, ...]]] = {
     "recv": ({"tensors": tensor_in_list, "srcRank": whole, "tag": whole},),
     "recv_anysource": ({"arg0": tensor_in_list, "arg1": whole},),
 }
-"""The forms of each method: those of ``ProcessGroup``, then those of ``Backend``. All convert to the same arguments."""
+"""The forms of each method's arguments: first those of ``ProcessGroup``, then those of ``Backend``. All forms of a
+method convert to the same arguments."""
 
 
 def one_form(name: str, args: Sequence[Any], given: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments of a call in the form of the group's method: tensors and numbers, then :class:`How`.
+    """Convert the arguments of a call to the form of the group's method: tensors and numbers, then a :class:`How`.
 
     :param name: the name of the method that torch calls.
-    :raises ArgumentTypeError: torch has no such form.
-    :raises ArgumentError: a list has several tensors in place of one.
+    :raises ArgumentTypeError: the arguments have none of torch's forms.
+    :raises ArgumentError: a list has several tensors in place of one tensor.
     """
     for form in FORMS[name]:
         try:

@@ -1,4 +1,4 @@
-"""The functional collective of torch that bypasses groups written in Python."""
+"""The functional collective of torch that does not call groups written in Python."""
 
 # mypy: disable-error-code="no-untyped-call"
 # The methods of torch's library of kernels have no types.
@@ -30,7 +30,7 @@ def _all_gather_into_tensor_out(input: Tensor, group_size: int, group_name: Any,
 
 
 def register() -> None:
-    """Replace torch's implementation of this collective, which would search for a C++ backend of the group."""
+    """Replace torch's implementation of this collective, which needs a C++ backend of the group."""
     if hasattr(torch.ops._c10d_functional, "all_gather_into_tensor_out"):
         for device in ("CPU", "CUDA"):
             _LIBRARY.impl("all_gather_into_tensor_out", _all_gather_into_tensor_out, device)

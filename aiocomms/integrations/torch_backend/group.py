@@ -34,10 +34,10 @@ from aiocomms.lowlevel.handles import Handle
 def create(how: Any, options: Any) -> Group:
     """Create a group for ``torch.distributed``. All ranks of the group must call this.
 
-    If the group has the same transport as torch's default group, both groups share one engine and thread.
+    If the group has the same transport as torch's default group, both groups share one transport engine and one thread.
 
     :param how: torch's options of the group: its store, ranks and timeout.
-    :param options: the transport, as for :func:`aiocomms.new_comm`; None: the best available one.
+    :param options: the transport, as for :func:`aiocomms.new_comm`; None: the best available transport.
     """
     timeout, name, world = how.timeout.total_seconds(), f"torch {how.group_id}", dist.group.WORLD
     if isinstance(world, Group) and options in (None, world.transport):
@@ -57,8 +57,9 @@ def create(how: Any, options: Any) -> Group:
 class Group(Handle, dist.ProcessGroup):
     """A process group that has its own communicator.
 
-    Any thread may call it. Its methods have the names and arguments that torch expects; programs call ``dist.*``
-    instead. Tensors may be non-contiguous, and may require grad, but no gradient flows through the operations.
+    Any thread may use a group. Its methods have the names and arguments that torch expects. Programs do not call these
+    methods, but the functions of ``torch.distributed``. Tensors may be non-contiguous, and may require grad, but no
+    gradient flows through the operations.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Group(Handle, dist.ProcessGroup):
         # These are the communicators for tensors on the CPU and on a GPU.
         self.comms: GroupComms = GroupComms(comm, store, transport, above, ranks)
         self.transport = transport
-        """The requested transport, as for :func:`aiocomms.new_comm`; None: the best available one."""
+        """The requested transport, as for :func:`aiocomms.new_comm`; None: the best available transport."""
         self._store = store
         self.completer: Completer = Completer()
         self._group_name, self._group_desc = "", ""
@@ -123,11 +124,11 @@ class Group(Handle, dist.ProcessGroup):
         return self
 
     def get_group_store(self) -> dist.Store:
-        """Return the store in which the ranks have met."""
+        """Return the store through which the ranks formed the group."""
         return self._store
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: the ranks make the same calls, so their sequence numbers agree without a common start."""
+        """Do nothing. All ranks make the same calls, so their sequence numbers agree without synchronisation."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self._number
@@ -146,7 +147,7 @@ class Group(Handle, dist.ProcessGroup):
         self._release()
 
     def shutdown(self) -> None:
-        """Wait for the operations under way and the callbacks of their futures, and release everything."""
+        """Wait for the pending operations and the callbacks of their futures, and release all resources."""
         self._release(self.completer.drain)
 
     def _release(self, then: Callable[[], object] = lambda: None) -> None:
@@ -159,7 +160,7 @@ class Group(Handle, dist.ProcessGroup):
             self.completer.close()
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
-        """Open the communicator of a GPU. torch calls this, with ``device_id``, when it forms the group. Collective."""
+        """Open the communicator for a GPU; collective. torch calls this when it forms a group with ``device_id``."""
         if device is not None:
             try:
                 with raising_as_torch_does():
@@ -170,14 +171,14 @@ class Group(Handle, dist.ProcessGroup):
             self.bound_device_id = device
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Do nothing: a new group is formed by its own ranks only. torch calls this on the other ranks."""
+        """Do nothing. torch calls this on ranks outside a new group, which take no part in its formation."""
 
     options = None
-    """The options that torch gives a split of this group."""
+    """The options that torch passes to a split of this group."""
 
     @property
     def supports_splitting(self) -> bool:
-        """True: the group has :meth:`split_group`."""
+        """True, because the group has :meth:`split_group`."""
         return True
 
     def split_group(
@@ -192,7 +193,7 @@ class Group(Handle, dist.ProcessGroup):
         """See :func:`torch.distributed.split_group`, which supports the CPU since torch 2.15. Collective.
 
         :param ranks: the members of the new group, as ranks of this group.
-        :param opts: must be None, because the new group has the transport of this group.
+        :param opts: must be None, because the new group uses the transport of this group.
         :returns: the new group, or None on a rank outside it.
         """
         if opts is not None:
@@ -244,7 +245,7 @@ class Group(Handle, dist.ProcessGroup):
     def allgather_coalesced(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], how: How) -> GroupWork:
         """See :func:`torch.distributed.all_gather_coalesced`.
 
-        ``outputs`` holds a list for each rank. Each list holds an output for each input.
+        ``outputs`` contains a list for each rank. Each of these lists contains an output for each input.
         """
         return self._all_gather(list(zip(*outputs, strict=True)), inputs, how)
 
@@ -314,7 +315,7 @@ class Group(Handle, dist.ProcessGroup):
     def barrier(self, how: How) -> GroupWork:
         """See :func:`torch.distributed.barrier`.
 
-        A wait for the barrier blocks the thread, even if the group has GPU tensors.
+        A wait for the barrier's work blocks the thread, even if the group has GPU tensors.
         """
         its = CallTensors(self._side(how.device or torch.device("cpu")))
         return self._work([its.comm.barrier(timeout=how.timeout)], [], its, ordered=False)

@@ -1,4 +1,4 @@
-"""The barrier that names the missing ranks and leaves the group usable."""
+"""A barrier whose error names the missing ranks. After the error, the group stays usable."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ROOT = 0
 
 
 def remaining(timeout: float | timedelta) -> float:
-    """Return a timeout in seconds. A ``timedelta`` may be 0 or negative, as in torch: the barrier then fails.
+    """Return a timeout in seconds. As in torch, a ``timedelta`` may be 0 or negative, and then the barrier fails.
 
-    :raises ArgumentError: the timeout is no number of seconds above 0.
+    :raises ArgumentError: the timeout is not a number of seconds above 0.
     """
     if isinstance(timeout, timedelta) and timeout <= timedelta(0):
         return timeout.total_seconds()
@@ -27,12 +27,12 @@ def remaining(timeout: float | timedelta) -> float:
 
 
 def monitored_barrier(comm: blocking.Communicator, number: int, seconds: float | None, all_ranks: bool) -> None:
-    """Send a message to rank 0 and wait for its answer. Rank 0 receives all messages, and answers them.
+    """Send a message to rank 0, and wait for the answer. Rank 0 receives all messages, and answers them.
 
     :param number: the number of this barrier, the same on all ranks.
     :param seconds: the deadline of each receive; None for no deadline.
-    :param all_ranks: True to wait for all ranks and name all missing ones; False to name only the first missing rank.
-    :raises DistBackendError: a rank is missing. The text is torch's.
+    :param all_ranks: True to wait for all ranks, and name all missing ranks. False to name only the first missing rank.
+    :raises DistBackendError: a rank is missing. The message has the same text as torch's own.
     """
     if seconds is not None and seconds <= 0:
         raise dist.DistBackendError(f"Rank {comm.rank} timed out in monitoredBarrier after {seconds} seconds.")

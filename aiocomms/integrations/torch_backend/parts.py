@@ -1,4 +1,4 @@
-"""The parts of a group's work, and the steps that follow them before the work is done."""
+"""The parts of a group's work, and the steps that run between the end of the parts and the end of the work."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from aiocomms.lowlevel import clock
 
 
 class WorkPart(Protocol):
-    """A part of a work: a :class:`~aiocomms.communicator.portal.works.BlockingWork` or an object like it."""
+    """A part of a work: a :class:`~aiocomms.communicator.portal.works.BlockingWork`, or a similar object."""
 
     def done(self) -> bool:
         """Return whether the part has ended."""
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Block until the part has ended, and raise its error, or :class:`TimeoutError` after ``timeout`` seconds."""
+        """Block until the part has ended, and raise its error; :class:`TimeoutError` after ``timeout`` seconds."""
 
     def add_done_callback(self, call: Callable[[], object]) -> None:
         """Call ``call()`` when the part has ended.
 
-        Ctrl-C in a thread that waits withdraws an unmatched receive only if no other thread waits for it. A callback
-        counts as another waiting thread, so Ctrl-C then withdraws nothing.
+        If a thread waits for an unmatched receive, Ctrl-C withdraws the receive, unless another thread also waits for
+        it. A callback counts as another waiting thread, so Ctrl-C then does not withdraw the receive.
         """
 
     def add_step(self, call: Callable[[], object]) -> None:
@@ -37,7 +37,7 @@ class WorkPart(Protocol):
 
 
 def when_done(parts: Sequence[WorkPart], call: Callable[[], object], *, waits: bool = True) -> None:
-    """Call a function when all parts have ended: at once on this thread, or later on the thread that ends the last one.
+    """Call a function when all parts have ended: at once on this thread, or later on the last part's thread.
 
     :param waits: True if the function counts as a waiting thread; see :meth:`WorkPart.add_done_callback`.
     """
@@ -60,14 +60,14 @@ def when_done(parts: Sequence[WorkPart], call: Callable[[], object], *, waits: b
 
 
 def wait_for(parts: Sequence[WorkPart], patience: float | None) -> None:
-    """Block until all parts have ended, for at most ``patience`` seconds, and raise the error of the first failure."""
+    """Block until all parts have ended, for at most ``patience`` seconds. Raise the error of the first failed part."""
     ends = None if patience is None else clock.now() + patience
     for part in parts:
         part.wait(None if ends is None else max(0.0, ends - clock.now()))
 
 
 def order_stream(parts: Sequence[WorkPart]) -> None:
-    """Make this thread's current stream wait for all parts; block for the parts that no stream can wait for."""
+    """Make this thread's current stream wait for all parts. If a stream cannot wait for a part, block this thread."""
     for part in parts:
         if isinstance(part, BlockingWork):
             with contextlib.suppress(UnsupportedOperation):
@@ -77,15 +77,15 @@ def order_stream(parts: Sequence[WorkPart]) -> None:
 
 
 class WorkStep:
-    """The last part of a work: a step that runs once after the other parts, on any thread.
+    """The last part of a work: a step that runs once, on any thread, after the other parts have ended.
 
-    :meth:`wait` first waits for the other parts, so Ctrl-C can interrupt and withdraw a receive among them.
+    :meth:`wait` first waits for the other parts. So Ctrl-C can interrupt this wait, and withdraw a receive among them.
     """
 
     def __init__(self, parts: Sequence[WorkPart], call: Callable[[], object]) -> None:
-        """Note the parts before the step.
+        """Store the parts before the step, and the step.
 
-        :param call: the function to call when the parts have ended, also with errors. Its exception fails the step.
+        :param call: the function to call when the parts have ended, also with errors. If it raises, the step fails.
         """
         self._parts, self._call = parts, call
         self._over, self._lock = clock.event(), threading.Lock()
@@ -93,9 +93,9 @@ class WorkStep:
         self._calls: list[Callable[[], object]] = []
 
     def after(self, completer: Completer, *, here: bool) -> WorkStep:
-        """Run the step on the completer when the other parts have ended.
+        """Run the step on a thread of the completer when the other parts have ended.
 
-        If ``here`` is true and the other parts have ended already, run the step at once on this thread.
+        If ``here`` is true and the other parts have already ended, run the step at once on this thread.
         """
         if here and all(part.done() for part in self._parts):
             self._run()
@@ -144,4 +144,4 @@ class WorkStep:
 
 
 def _nothing() -> None:
-    """Do nothing. As a callback this counts as a waiting thread."""
+    """Do nothing. This function serves as a callback that counts as a waiting thread."""

@@ -1,4 +1,4 @@
-"""Ranges of operations for torch's profiler, as torch's own backends have them."""
+"""Time ranges of operations for torch's profiler, as for torch's own backends."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from aiocomms.integrations.torch_backend.parts import WorkPart, WorkStep, wait_f
 
 
 class WorkRange(profiler.Range):
-    """A range of the profiler. It lasts from its creation until an operation has ended on another thread."""
+    """A time range in the profiler, from the object's creation to the end of an operation on another thread."""
 
     def around(self, parts: list[WorkPart], completer: Completer) -> list[WorkPart]:
-        """Return a part that ends the range when the started parts have ended, before a waiting thread resumes."""
+        """Return a part that ends the range when the given parts have ended, before a waiting thread resumes."""
 
         def end() -> None:
             self.end()

@@ -1,4 +1,4 @@
-"""The sum of sparse tensors, as DDP needs for the gradients of embeddings: all-gathers, and a sum on each rank."""
+"""The all-reduce of sparse tensors, which DDP needs for embeddings: all-gathers, and then a sum on each rank."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check(tensor: Tensor, op: ReduceOp, gpu: torch.device | None) -> None:
 @cache
 @unaffected
 def _adds(dtype: torch.dtype) -> bool:
-    """Return whether torch can add sparse tensors of a dtype, and merge the elements of one index in them."""
+    """Return whether torch can add sparse tensors of a dtype, and merge elements with equal indices."""
     try:
         twice = buffers.zeros(1, 2, dtype=torch.int64, device="cpu"), buffers.zeros(2, dtype=dtype, device="cpu")
         one = torch.sparse_coo_tensor(*twice, (1,), check_invariants=True).coalesce()
@@ -51,12 +51,12 @@ def _adds(dtype: torch.dtype) -> bool:
 
 
 def all_reduce(comm: blocking.Communicator, tensor: Tensor, number: int, timeout: OpTimeout) -> None:
-    """Replace a tensor by the sum of all ranks' tensors. Blocks.
+    """Replace a sparse tensor by the sum of all ranks' tensors. Blocks.
 
     The number of stored elements may differ between ranks.
 
     :param tensor: a tensor with the same shape, dtype and number of sparse dimensions on every rank.
-    :param number: the number of this call, the same on all ranks. The number keeps the steps of concurrent calls apart.
+    :param number: the number of this call, the same on all ranks. It prevents that steps of concurrent calls match.
     :param timeout: the deadline of each step.
     :raises MismatchError: the tensors differ between ranks. Every rank raises this error.
     """

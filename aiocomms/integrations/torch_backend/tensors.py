@@ -1,4 +1,4 @@
-"""The tensors of a call, and copies of those that aiocomms cannot move directly."""
+"""The tensors of a call, and copies of tensors that aiocomms cannot move directly."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from aiocomms.ops.writing import write
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether to pass a tensor to aiocomms unchanged: to move it, or to get the error of its layout."""
+    """Return whether to pass a tensor unchanged to aiocomms, which moves it or raises an error about its layout."""
     dense = tensor.layout is torch.strided
     return not dense or (tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the same memory in one dimension. Ranks need not agree on the shape, only on the number of elements."""
+    """Return the same memory as a one-dimensional tensor. Ranks must agree only on the number of elements."""
     return tensor if tensor.dim() == 1 or tensor.layout is not torch.strided else tensor.view(-1)
 
 
@@ -40,10 +40,10 @@ def cuts(tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
 
 
 class CallTensors:
-    """The tensors of one call, with copies in place of those that aiocomms cannot move directly."""
+    """The tensors of one call, with copies in place of tensors that aiocomms cannot move directly."""
 
     def __init__(self, side: GroupSide) -> None:
-        """Note the communicator that carries the tensors."""
+        """Store the communicator that moves the tensors."""
         self.side: GroupSide = side
         self.comm: blocking.Communicator = side.comm
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -69,9 +69,9 @@ class CallTensors:
         return _flat(copy)
 
     def parts(self, started: list[WorkPart], completer: Completer) -> list[WorkPart]:
-        """Return the started parts, if there are no copies to copy back.
+        """Return the started parts if no values must be copied back.
 
-        Otherwise return a step that waits for these parts, and then copies the values back.
+        Otherwise return a step that waits for these parts, and then copies the values from the copies to the tensors.
         """
         if not self._copies:
             return started

@@ -1,4 +1,4 @@
-"""The works of a process group: awaitable works of ``torch.distributed``."""
+"""The works of a process group, which are works of ``torch.distributed`` that a coroutine can await."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BACKEND: Final = "aiocomms"
 
 @contextlib.contextmanager
 def raising_as_torch_does() -> Generator[None, None, None]:
-    """Convert errors to :class:`torch.distributed.DistBackendError`, except errors of wrong arguments."""
+    """Convert errors to :class:`torch.distributed.DistBackendError`, except errors about wrong arguments."""
     try:
         yield
     except (ArgumentError, UnsupportedOperation):
@@ -39,8 +39,8 @@ def raising_as_torch_does() -> Generator[None, None, None]:
 class GroupWork(CompoundWork):
     """The work of one call of ``torch.distributed``, for which aiocomms has started one or several operations.
 
-    The work completes also if no thread waits for it. Any number of threads may wait for it, any number of times. Each
-    wait raises the error of a failed work as :class:`torch.distributed.DistBackendError`, whose cause is the error of
+    The work completes even if no thread waits for it. Any number of threads may wait for it, any number of times. If
+    the work fails, each wait raises a :class:`torch.distributed.DistBackendError`, whose ``__cause__`` is the error of
     aiocomms.
     """
 
@@ -55,12 +55,12 @@ class GroupWork(CompoundWork):
         *,
         ordered: bool = False,
     ) -> None:
-        """Note the parts of the work.
+        """Store the parts of the work.
 
         :param outputs: the tensors that the call writes.
-        :param completer: the threads that complete the future, if the program requests one.
+        :param completer: the threads that complete the future, if the program requests a future.
         :param source: a function that returns the source rank of a message, once the work is done.
-        :param ordered: whether the current CUDA stream of a waiting thread waits in place of the thread.
+        :param ordered: whether the waiting thread's current CUDA stream waits in place of the thread itself.
         """
         super().__init__()
         self._ordered = ordered
@@ -88,15 +88,15 @@ class GroupWork(CompoundWork):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block this thread until the work is done.
 
-        With GPU tensors, make the thread's current CUDA stream wait instead. The thread itself then waits only until
-        the operation is launched on the GPU. But messages, barriers, operations with non-contiguous tensors, and
-        collectives that consist of messages have ended when this call returns.
+        With GPU tensors, make the thread's current CUDA stream wait in place of the thread. The thread itself waits
+        only until the operation is launched on the GPU. For some operations, the thread waits until the end: messages,
+        barriers, operations with non-contiguous tensors, and collectives that aiocomms builds from messages.
 
         :param timeout: the longest wait. With a timeout above 0, the thread also waits for the GPU. With 0 or less, the
             group's deadline applies.
         :returns: True.
-        :raises torch.distributed.DistBackendError: the work failed, or was not done in time. In the second case the
-            work goes on.
+        :raises torch.distributed.DistBackendError: the work failed, or was not done in time. In the second case, the
+            work continues.
         """
         patience = timeout.total_seconds()
         with raising_as_torch_does():
@@ -107,7 +107,7 @@ class GroupWork(CompoundWork):
         return True
 
     def result(self) -> list[Tensor]:
-        """Block until the work is done, and return the tensors that it has written."""
+        """Block until the work is done, and return the written tensors."""
         with raising_as_torch_does():
             wait_for(self._parts, None)
         return self._outputs
@@ -121,8 +121,8 @@ class GroupWork(CompoundWork):
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a future of the written tensors.
 
-        The future completes on a thread of the group, or within this call. It does not need the caller's event loop. If
-        the work fails, a wait for the future raises ``RuntimeError`` with the error's text, as with torch's other
+        The future completes on a thread of the group, or within this call, so it does not need the caller's event loop.
+        If the work fails, a wait for the future raises ``RuntimeError`` with the error's text, as for torch's other
         futures.
         """
         with self._lock:
@@ -141,7 +141,7 @@ class GroupWork(CompoundWork):
     # ------------------------------------------------------------------------------------------ as aiocomms has it
 
     def __await__(self) -> Generator[Any, Any, list[Tensor]]:
-        """Suspend the asyncio or trio task until the work is done, and return the tensors that it has written.
+        """Suspend the asyncio or trio task until the work is done, and return the written tensors.
 
         The cancellation of a task does not affect the work.
         """
@@ -153,7 +153,7 @@ class GroupWork(CompoundWork):
 
 
 class _Over:
-    """The end of a work, as an object that a task waits for; see :class:`aiocomms.progress.loops.Parkable`."""
+    """The object on which a task waits for a work's end; see :class:`aiocomms.progress.loops.Parkable`."""
 
     def __init__(self) -> None:
         self.waiting: list[Waiter] = []

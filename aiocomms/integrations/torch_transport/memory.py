@@ -1,4 +1,4 @@
-"""Memory registered with a transport, views of it, and its descriptors for the other end. Sizes are in bytes."""
+"""Memory registered with a transport, views of this memory, and its descriptors for the peer. Sizes are in bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aiocomms.errors import ArgumentError, RegionError
 
 
 class Registration:
-    """A tensor that the other end may read and write. Each piece of tensor memory has at most one registration."""
+    """A tensor that the peer may read and write. Each piece of tensor memory has at most one registration."""
 
     owner: object
     tensor: Tensor
@@ -23,7 +23,7 @@ class Registration:
     region: BlockingRegion
 
     def __init__(self, owner: object, tensor: Tensor, flat: Tensor, region: BlockingRegion) -> None:
-        """Note the parts of the registration.
+        """Store the parts of the registration.
 
         :param owner: the transport.
         :param flat: the memory of ``tensor``, as bytes.
@@ -34,7 +34,7 @@ class Registration:
     def check(self) -> None:
         """Check that the registration is valid.
 
-        :raises ArgumentError: the memory was unregistered, or the tensor has other memory now.
+        :raises ArgumentError: the memory was unregistered, or the tensor now has different memory.
         """
         if not self.active:
             raise ArgumentError("the memory was unregistered: register the tensor again")
@@ -43,7 +43,7 @@ class Registration:
 
 
 class MemoryView:
-    """A range of registered memory, which can be the source of writes."""
+    """A range of registered memory, from which a write can take its data."""
 
     def __init__(self, registration: Registration, offset: int, length: int) -> None:
         self._registration, self._offset, self._length = registration, offset, length
@@ -59,7 +59,7 @@ class MemoryView:
 
 
 class MutableMemoryView(MemoryView):
-    """A range of registered memory, which can be the source of writes or the target of reads."""
+    """A range of registered memory, from which a write can take its data, and into which a read can write."""
 
     @property
     def writable(self) -> Literal[True]:
@@ -74,15 +74,15 @@ class Memory:
         self._registration = registration
 
     def to_view(self, offset: int | None = None, length: int | None = None) -> MemoryView:
-        """Return a range of the bytes as the source of writes; by default all bytes from ``offset`` on."""
+        """Return a range of the bytes as the source of writes; by default, all bytes from ``offset`` on."""
         return MemoryView(self._registration, *self._range(offset, length))
 
     def to_mutable_view(self, offset: int | None = None, length: int | None = None) -> MutableMemoryView:
-        """Return a range of the bytes as the target of reads; by default all bytes from ``offset`` on."""
+        """Return a range of the bytes as the target of reads; by default, all bytes from ``offset`` on."""
         return MutableMemoryView(self._registration, *self._range(offset, length))
 
     def to_remote_buffer(self, *, timeout: float | None = None) -> RemoteBuffer:
-        """Return the buffer with which the other end reads and writes this memory. ``timeout`` has no effect."""
+        """Return the buffer with which the peer reads and writes this memory. ``timeout`` has no effect."""
         self._registration.check()
         return RemoteBuffer(self._registration.region.descriptor)
 
@@ -99,13 +99,13 @@ class Memory:
 
 
 class RemoteBuffer:
-    """A reference to memory of the other end. It holds a descriptor that only that end can create."""
+    """A reference to the peer's memory. It contains a descriptor that only the peer can create."""
 
     def __init__(self, descriptor: bytes) -> None:
-        """Take a result of :meth:`serialize`.
+        """Create the buffer from a result of :meth:`serialize`.
 
         :raises ArgumentTypeError: ``descriptor`` is not bytes.
-        :raises ArgumentError: ``descriptor`` is no such result.
+        :raises ArgumentError: ``descriptor`` is not a result of :meth:`serialize`.
         """
         try:
             says = read_descriptor(descriptor)
@@ -125,7 +125,7 @@ class RemoteBuffer:
 
     @classmethod
     def deserialize(cls, data: bytes) -> Self:
-        """Return the buffer that :meth:`serialize` has encoded. The data is parsed, never executed.
+        """Return the buffer that :meth:`serialize` has encoded. This only parses the data, and executes no code.
 
         :raises ArgumentTypeError: ``data`` is not bytes.
         :raises ArgumentError: ``data`` is not a result of :meth:`serialize`.

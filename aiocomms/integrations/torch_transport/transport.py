@@ -1,4 +1,4 @@
-"""The transport: an endpoint with one peer."""
+"""The transport, which is an endpoint with one peer."""
 
 from __future__ import annotations
 
@@ -65,9 +65,8 @@ else:
 class EndpointTransport(_Transport):
     """A transport of torch over an endpoint of aiocomms. Any thread may use it.
 
-    A transfer ends when the bytes are in the target memory. For a write, this is memory of the other end. No thread
-    polls a transfer. If the other end's process dies, pending transfers fail with
-    :class:`aiocomms.errors.PeerDiedError`.
+    A transfer ends when the bytes are in the target memory. For a write, this is the peer's memory. No thread polls a
+    transfer. If the peer's process dies, pending transfers fail with :class:`aiocomms.errors.PeerDiedError`.
     """
 
     def __init__(
@@ -81,11 +80,11 @@ class EndpointTransport(_Transport):
     ) -> None:
         """Open the endpoint.
 
-        :param device: ``"cpu"`` or None, which means the same.
-        :param transport: as for :func:`aiocomms.open_endpoint`, and so are ``host`` and ``hints``.
-        :param timeout: the timeout of calls without one, in seconds.
-        :raises ArgumentError: an argument is wrong.
-        :raises UnsupportedOperation: the device is a GPU, or there is no such transport.
+        :param device: ``"cpu"``, or None with the same meaning.
+        :param transport: see :func:`aiocomms.open_endpoint`, also for ``host`` and ``hints``.
+        :param timeout: the timeout in seconds of calls that get no timeout.
+        :raises ArgumentError: an argument has a wrong value.
+        :raises UnsupportedOperation: the device is a GPU, or the transport does not exist.
         """
         super().__init__(_CPU if device is None else device)
         if self.device.type != "cpu":
@@ -119,13 +118,13 @@ class EndpointTransport(_Transport):
         return self._endpoint.address
 
     def connect(self, peer_url: bytes, *, timeout: float | None = None) -> int:
-        """Connect with the other end. Both ends may connect, in any order.
+        """Connect to the peer. Both ends may call this, in any order.
 
-        :param peer_url: the result of :meth:`bind` on the other end.
+        :param peer_url: the result of :meth:`bind` on the peer.
         :returns: 0.
         :raises ArgumentError: ``peer_url`` is not a result of :meth:`bind`, or this end is already connected.
         :raises TimeoutError: the connection took too long.
-        :raises CommError: as :meth:`aiocomms.Endpoint.connect`.
+        :raises CommError: see the errors of :meth:`aiocomms.Endpoint.connect`.
         """
         seconds = self._patience(timeout)
         self._check_open()
@@ -135,18 +134,18 @@ class EndpointTransport(_Transport):
         return 0
 
     def connected(self) -> bool:
-        """Return whether the transport is connected, and neither end has closed or died."""
+        """Return whether the transport is connected, and neither end was closed or has died."""
         return not self._closing and self._peer is not None and not self._peer.closed
 
     def close(self, *, timeout: float | None = None) -> None:
-        """Wait for pending transfers, and release everything. Idempotent.
+        """Wait for pending transfers, disconnect, and release all resources. Idempotent.
 
         ``timeout`` limits the wait for transfers, but not the disconnection after it. The disconnection takes some more
-        seconds if the other end does not answer, for example because its process is stopped.
+        seconds if the peer does not answer, for example because its process is stopped.
 
-        :raises TimeoutError: a transfer is still pending. The transport accepts no new transfers. Call ``close`` again
-            to go on waiting.
-        :raises CommError: a pending transfer has failed. Everything is released.
+        :raises TimeoutError: a transfer is still pending. The transport accepts no new transfers. To continue the wait,
+            call ``close`` again.
+        :raises CommError: a pending transfer has failed. All resources are released.
         """
         ends = clock.now() + self._patience(timeout)
         self._close_cuda_streams()
@@ -163,7 +162,7 @@ class EndpointTransport(_Transport):
             raise failure
 
     async def close_async(self, *, timeout: float | None = None) -> None:
-        """Close as :meth:`close` does, without blocking the event loop."""
+        """Do the same as :meth:`close`, without blocking the event loop."""
         seconds = self._patience(timeout)
         self._close_cuda_streams()
         under_way, failure = self._leave(), None
@@ -178,7 +177,7 @@ class EndpointTransport(_Transport):
             raise failure
 
     def _leave(self) -> list[TransferWork]:
-        """Refuse new calls, and return the pending transfers."""
+        """Let new calls raise an error, and return the pending transfers."""
         self._closing = True
         with self._lock:
             return [work for work, _ in self._pending if not work.is_completed()]
@@ -195,13 +194,14 @@ class EndpointTransport(_Transport):
     # ------------------------------------------------------------------------------------------------------ memory
 
     def register_memory(self, tensor: Tensor, *, timeout: float | None = None) -> Memory:
-        """Give the other end access to a tensor. This is possible at any time.
+        """Give the peer access to a tensor. Call this before or after :meth:`connect`.
 
         :param tensor: a contiguous, non-empty tensor on the CPU. This call moves its storage in place to shared memory.
             The storage is never moved again, so after the call other threads may use the tensor.
-        :returns: a handle of the memory. If the memory is registered already, the handle shares that registration.
-        :raises ArgumentError: the tensor is not as described, or an operation of aiocomms uses it, so that it cannot be
-            moved.
+        :returns: a handle of the memory. If the memory is already registered, the handle shares the existing
+            registration.
+        :raises ArgumentError: the tensor is not as described. Or an operation of aiocomms uses the tensor, so this call
+            cannot move the storage.
         """
         self._patience(timeout)
         checks.is_tensor("tensor", tensor)
@@ -220,13 +220,13 @@ class EndpointTransport(_Transport):
         return Memory(registration)
 
     def unregister_memory(self, memory: Memory, *, timeout: float | None = None) -> None:
-        """Revoke the other end's access to memory. Idempotent.
+        """Revoke the peer's access to memory. Idempotent.
 
-        When this call returns, the other end neither reads nor writes the memory.
+        After this call, the peer neither reads nor writes the memory.
 
         :raises ArgumentTypeError: the memory was not registered with this transport.
-        :raises ArgumentError: a transfer of this end still uses the memory, which stays registered.
-        :raises TimeoutError: the other end has not released the memory in time. The connection is lost.
+        :raises ArgumentError: a transfer of this process still uses the memory. The memory stays registered.
+        :raises TimeoutError: the peer has not released the memory in time. The connection is lost.
         """
         seconds = self._patience(timeout)
         self._check_open()
@@ -255,13 +255,13 @@ class EndpointTransport(_Transport):
 
         When the transfer has ended, the bytes are in the remote memory.
 
-        The first transfer with a remote buffer requests access from the other end, and blocks until the answer arrives,
-        also with ``async_op``.
+        The first transfer with a remote buffer requests access from the peer. This request blocks until the answer
+        arrives, even with ``async_op``.
 
-        :returns: with ``async_op`` a work; otherwise 0, when the transfer has ended.
-        :raises ArgumentError: an argument is wrong, or the view is too large. No byte was sent.
-        :raises RegionError: the other end has not created the buffer, or has revoked the memory.
-        :raises TimeoutError: the transfer took longer than ``timeout``, and goes on.
+        :returns: with ``async_op``, a work at once; otherwise 0 after the end of the transfer.
+        :raises ArgumentError: an argument has a wrong value, or the view is too large. No byte was sent.
+        :raises RegionError: the peer has not created the buffer, or has revoked the memory.
+        :raises TimeoutError: the transfer took longer than ``timeout``, and continues.
         :raises CommError: the transfer has failed.
         """
         began, seconds = clock.now(), self._patience(timeout)
@@ -279,7 +279,7 @@ class EndpointTransport(_Transport):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> int | TransferWork:
-        """Read the beginning of remote memory into a local view, as many bytes as the view has; see :meth:`write`."""
+        """Read as many bytes as the view has from the beginning of remote memory into the view; see :meth:`write`."""
         began, seconds = clock.now(), self._patience(timeout)
         self._check_transfer(local_buffer, remote_buffer, mutable=True)
         remote = self._attached(remote_buffer, began + seconds)
@@ -289,7 +289,7 @@ class EndpointTransport(_Transport):
     async def write_async(
         self, local_buffer: MemoryView, remote_buffer: RemoteBuffer, *, timeout: float | None = None
     ) -> None:
-        """Write as :meth:`write` does and wait for the end, without blocking the event loop."""
+        """Do the same as :meth:`write`, and wait for the end without blocking the event loop."""
         ends = clock.now() + self._patience(timeout)
         self._check_transfer(local_buffer, remote_buffer, mutable=False)
         await self._opened(remote_buffer, ends)
@@ -298,14 +298,14 @@ class EndpointTransport(_Transport):
     async def read_async(
         self, local_buffer: MutableMemoryView, remote_buffer: RemoteBuffer, *, timeout: float | None = None
     ) -> None:
-        """Read as :meth:`read` does and wait for the end, without blocking the event loop."""
+        """Do the same as :meth:`read`, and wait for the end without blocking the event loop."""
         ends = clock.now() + self._patience(timeout)
         self._check_transfer(local_buffer, remote_buffer, mutable=True)
         await self._opened(remote_buffer, ends)
         await super().read_async(local_buffer, remote_buffer, timeout=max(0.0, ends - clock.now()))
 
     def _begun(self, work: TransferWork, local: MemoryView) -> TransferWork:
-        """Note a pending transfer."""
+        """Record a pending transfer."""
         with self._lock:
             while self._pending and self._pending[0][0].is_completed():
                 self._pending.popleft()
@@ -317,7 +317,7 @@ class EndpointTransport(_Transport):
         return 0
 
     def _attached(self, remote_buffer: RemoteBuffer, ends: float) -> BlockingRemoteRegion:
-        """Return the region of a remote buffer. The first call requests access from the other end."""
+        """Return the region of a remote buffer. The first call requests access from the peer."""
         key = remote_buffer.serialize()
         remote = self._remotes.get(key)
         if remote is None or remote.closed:
@@ -349,7 +349,7 @@ class EndpointTransport(_Transport):
             raise ArgumentError("the transport is not connected: call connect() with what the other end's bind() says")
 
     def _own(self, name: str, it: Any, kind: type[Memory | MemoryView]) -> Registration:
-        """Return the registration of memory or of a view of it, which must belong to this transport."""
+        """Return the registration of a memory handle or a view. Raise an error if another transport owns it."""
         registration: Registration | None = it._registration if isinstance(it, kind) else None
         if registration is None or registration.owner is not self:
             raise arguments.wrong_type(name, it, f"a {kind.__name__} that was registered with this transport")
@@ -371,7 +371,7 @@ class EndpointTransport(_Transport):
 
 
 def _share(tensor: Tensor) -> None:
-    """Move a tensor's storage to shared memory, as the engine would do later, when the other end connects."""
+    """Move a tensor's storage to shared memory now. Otherwise the engine would move it when the peer connects."""
     storage = tensor.untyped_storage()
     if storage.is_shared() or not storage.resizable():  # Memory that torch has not allocated stays in its place.
         return

@@ -1,4 +1,4 @@
-"""The works of reads and writes: works of ``torch.distributed`` that the engine completes."""
+"""The works of reads and writes, which are works of ``torch.distributed``. The transport engine completes them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from aiocomms.lowlevel import clock
 
 
 class TransferWork(CompoundWork):
-    """The work of a read or a write. It ends by itself. Any number of threads may wait for it, any number of times.
+    """The work of a read or a write. Any number of threads may wait for it, any number of times.
 
-    The timeout of a wait ends only the wait; the transfer goes on.
+    The work completes even if no thread waits. After the timeout of a wait, the transfer continues.
     """
 
     _parts: Sequence[BlockingWork[Any]]
 
     def __init__(self, steps: Sequence[BlockingWork[Any]], patience: float) -> None:
-        """Note the steps of the transfer.
+        """Store the steps of the transfer.
 
-        :param patience: the timeout of a wait without one, in seconds.
+        :param patience: the timeout in seconds of a wait that gets no timeout.
         """
         super().__init__()
         self._parts, self._patience = steps, patience
@@ -39,7 +39,7 @@ class TransferWork(CompoundWork):
 
         :param timeout: the longest wait; 0 selects the timeout of the transfer.
         :returns: True.
-        :raises TimeoutError: the transfer has not ended in time, and goes on.
+        :raises TimeoutError: the transfer has not ended in time, and continues.
         :raises CommError: the transfer has failed.
         """
         patience = timeout.total_seconds()
@@ -47,7 +47,7 @@ class TransferWork(CompoundWork):
         return True
 
     def wait_for(self, patience: float) -> None:
-        """Wait as :meth:`wait` does, for at most ``patience`` seconds, which may be 0."""
+        """Do the same as :meth:`wait`, for at most ``patience`` seconds, which may be 0."""
         ends, failure = clock.now() + patience, None
         for step in self._parts:
             try:
@@ -65,10 +65,10 @@ class TransferWork(CompoundWork):
         return []
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Return a future whose value is an empty list, or that raises the error.
+        """Return a future. Its value is an empty list. If the transfer fails, a wait for the future raises the error.
 
-        The future completes within this call, or on the transport's thread. That thread runs the future's callbacks, so
-        they must not block.
+        The future completes within this call, or on the transport's thread. The same thread runs the future's
+        callbacks, so the callbacks must not block.
         """
         with self._lock:
             if self._future is not None:
@@ -79,7 +79,7 @@ class TransferWork(CompoundWork):
         return self._future
 
     def _settle(self) -> None:
-        """Note that a step has ended, and complete the future after the last step."""
+        """Record that a step has ended, and complete the future after the last step."""
         with self._lock:
             if self._settled or not self.is_completed():
                 return
