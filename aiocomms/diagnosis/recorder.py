@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 FORMAT = "aiocomms recorder 1"
 DEFAULT, MOST = 512, 65536
-"""The number of ops that a recorder keeps by default, and the most ops. The latter also limits the pending ops."""
+"""The number of ops that a recorder keeps by default, and the largest possible number, which also limits the described
+pending ops."""
 SHOWN = 8
 """The most pending ops, and the most tensors, in a short description."""
 LONGEST = 300
@@ -95,7 +96,7 @@ class Item(msgspec.Struct, omit_defaults=True):
     """The stream, service, plan or window that the op belongs to. A window is missing if the op ended within the
     call."""
     idle: bool = False
-    """True if the op is a receive of this library for a message that may come, and no task waits for it."""
+    """True if the op is a receive of this library for a message that may never come, and no task waits for it."""
 
     def __str__(self) -> str:
         of = self.of or _CHANNELS.get(self.args.get("channel", USER), "")
@@ -122,7 +123,7 @@ class Brief(msgspec.Struct, omit_defaults=True):
     calls: int
     """The number of collectives that the rank has called."""
     ended: int
-    """The number of a collective: this collective and all earlier ones have ended; 0: none."""
+    """The largest number for which this collective and all earlier collectives have ended; 0: none."""
     last: str = ""
     """The name of the collective with the number ``ended``, if the recorder still has it."""
     pending: list[Item] = []
@@ -359,7 +360,7 @@ def _numbers(look: Look, called: dict[int, type[Op]]) -> dict[int, int]:
 
 
 def _ended(look: Look, numbers: dict[int, int], finished: set[int]) -> int:
-    """Return the number of a collective: this collective and all earlier ones have ended."""
+    """Return the largest number for which this collective and all earlier collectives have ended."""
     return min((number - 1 for seq, number in numbers.items() if number and seq not in finished), default=look.calls)
 
 

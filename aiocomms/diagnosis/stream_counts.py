@@ -1,8 +1,8 @@
 """The counts of streams: names, items sent, received and queued, and the time for which tasks were blocked.
 
 A stream changes its own :class:`StreamCounts`. Statistics, exporters, ``aiocomms top`` and the flight recorder read
-these counts. They also tell the flight recorder the stream of a message, so a message does not contain its stream's
-name.
+these counts. The flight recorder also finds the stream of a message in these counts, so a message does not contain its
+stream's name.
 """
 
 from __future__ import annotations

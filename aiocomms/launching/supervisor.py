@@ -171,7 +171,7 @@ class Supervisor(HostSupervisor):
         return code
 
     async def _run(self) -> int:
-        """Start the ranks, and carry out the supervision's orders until all ranks have ended."""
+        """Start the ranks, and execute the supervision's orders until all ranks have ended."""
         supervision = self.supervision
         await self._do(supervision.begin(anyio.current_time()))
         while not supervision.over:

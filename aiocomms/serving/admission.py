@@ -1,4 +1,4 @@
-"""The queue of plans that wait for their turn."""
+"""The queue of plans that wait until they may begin."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Counts:
         self.took.note(clock.now() - called)
 
     def fail(self, error: BaseException) -> None:
-        """Count a failed or refused plan."""
+        """Count a failed plan, or a call that raised a ``ServiceBusyError``."""
         if isinstance(error, ServiceBusyError):
             self.refused += 1
         else:
@@ -104,6 +104,6 @@ class Counts:
             self.waiting -= 1
 
     def failures(self) -> Sequence[PlanFailures]:
-        """Return the failures by class of error, the most frequent first. Safe on any thread."""
+        """Return the failures by class of error, the most frequent first. Thread-safe."""
         failed = [PlanFailures(*each) for each in dict(self.failed).items()]
         return sorted(failed, key=lambda each: -each.count)

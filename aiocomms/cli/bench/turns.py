@@ -169,7 +169,7 @@ class BenchTurns:
         )  # fmt: skip
 
     def _carrier(self, entry: Entry) -> str | None:
-        """Return the transport that carried the operation; None for a peer."""
+        """Return the transport that executed the operation; None for a peer."""
         if not isinstance(entry.contender, Ours):
             return None
         family = {"send": "p2p", "put": "rma", "put_signal": "rma", "get": "rma"}.get(entry.case.moves, "collectives")

@@ -17,7 +17,7 @@ from aiocomms.diagnosis.live import Sight
 from aiocomms.diagnosis.recorder import Item
 
 _PLAIN = 1000
-"""The width in columns if the output is not a terminal. The width avoids that lines are cut off or wrapped."""
+"""The width in columns if the output is not a terminal. No line is longer, so no line is cut off or wrapped."""
 _OLD = 1.0, 10.0
 """The ages in seconds from which the output shows a pending op as late, and as very late."""
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
@@ -145,7 +145,7 @@ def _rows(sight: Sight, rate: float | None) -> Iterator[list[Text]]:
 
 
 def _op(item: Item | None, now: float) -> list[Text]:
-    """Return an op's age, name, task, and the line that awaits it."""
+    """Return an op's age and name, the task that awaits it, and the line in which this task is suspended."""
     if item is None:
         return [Text()]
     age = 0.0 if item.posted is None else max(0.0, now - item.posted)

@@ -56,7 +56,8 @@ class TopGroup(NamedTuple):
             yield number, max(ages), "; ".join(f"{numbered(ranks)} in {place}" for place, ranks in places.items())
 
     def waits(self) -> list[str]:
-        """Return text that says which ranks wait for which ranks, and how many ranks did not answer."""
+        """Return lines about the ranks that wait for each other, the loss, and the ranks that this command cannot
+        see."""
         records = {rank: TraceRecord(Path(), sight.header, sight.pending) for rank, sight in self.ranks.items()}
         unseen = self.size - len(self.ranks)
         missing = [f"{unseen} of its ranks cannot be seen from here: on other hosts, or ended"] if unseen else []

@@ -1,8 +1,8 @@
 """Receives of a group, with or without a named source. As in torch, receives match in the order of the calls.
 
-A communicator matches a message with a receive from this source before a receive from any source, even if the latter
-was called first. So while a receive from any source is pending, this module also starts later receives with the same
-tag by ``recv_any``, with a list of one source.
+If a receive from the message's source and a receive from any source are both pending, a communicator chooses the
+former. torch chooses the receive that was called first. So while a receive from any source is pending, this module also
+starts later receives with the same tag by ``recv_any``, with a list of one source.
 """
 
 from __future__ import annotations

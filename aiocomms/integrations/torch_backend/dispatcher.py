@@ -1,8 +1,9 @@
 """Calls for torch's dispatcher: calls with tensor subclasses, and calls under a dispatch mode.
 
-Torch calls its own groups through its dispatcher, with the operators ``c10d::*``. Torch calls the methods of a group in
-Python directly, without the dispatcher. If a dispatch mode or a tensor subclass handles operators, this module passes
-the call through the dispatcher. The dispatcher finally calls a method of the group with plain tensors.
+Torch calls its own groups through its dispatcher, with the operators ``c10d::*``. But torch calls the methods of a
+group that is written in Python directly, without the dispatcher. If a dispatch mode or a tensor subclass handles
+operators, this module passes the call through the dispatcher. The dispatcher finally calls a method of the group with
+plain tensors.
 """
 
 # mypy: disable-error-code="no-untyped-call"

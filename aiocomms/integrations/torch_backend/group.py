@@ -57,8 +57,8 @@ def create(how: Any, options: Any) -> Group:
 class Group(Handle, dist.ProcessGroup):
     """A process group that has its own communicator.
 
-    Any thread may use a group. Its methods have the names and arguments that torch expects. Programs do not call these
-    methods, but the functions of ``torch.distributed``. Tensors may be non-contiguous, and may require grad, but no
+    Any thread may use a group. Its methods have the names and arguments that torch expects. Programs call the functions
+    of ``torch.distributed`` in place of these methods. Tensors may be non-contiguous, and may require grad, but no
     gradient flows through the operations.
     """
 

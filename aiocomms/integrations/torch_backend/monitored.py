@@ -19,7 +19,7 @@ _ROOT = 0
 def remaining(timeout: float | timedelta) -> float:
     """Return a timeout in seconds. As in torch, a ``timedelta`` may be 0 or negative, and then the barrier fails.
 
-    :raises ArgumentError: the timeout is not a number of seconds above 0.
+    :raises ArgumentError: the timeout is neither a ``timedelta`` nor a number of seconds above 0.
     """
     if isinstance(timeout, timedelta) and timeout <= timedelta(0):
         return timeout.total_seconds()

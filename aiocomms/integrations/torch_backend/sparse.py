@@ -56,7 +56,7 @@ def all_reduce(comm: blocking.Communicator, tensor: Tensor, number: int, timeout
     The number of stored elements may differ between ranks.
 
     :param tensor: a tensor with the same shape, dtype and number of sparse dimensions on every rank.
-    :param number: the number of this call, the same on all ranks. It prevents that steps of concurrent calls match.
+    :param number: the number of this call, the same on all ranks. It separates the steps of concurrent calls.
     :param timeout: the deadline of each step.
     :raises MismatchError: the tensors differ between ranks. Every rank raises this error.
     """
