@@ -56,8 +56,7 @@ class TopGroup(NamedTuple):
             yield number, max(ages), "; ".join(f"{numbered(ranks)} in {place}" for place, ranks in places.items())
 
     def waits(self) -> list[str]:
-        """Return lines about the ranks that wait for each other, the loss, and the ranks that this command cannot
-        see."""
+        """Return lines about the loss, the ranks that wait for each other, and the ranks that are not visible."""
         records = {rank: TraceRecord(Path(), sight.header, sight.pending) for rank, sight in self.ranks.items()}
         unseen = self.size - len(self.ranks)
         missing = [f"{unseen} of its ranks cannot be seen from here: on other hosts, or ended"] if unseen else []
