@@ -79,9 +79,9 @@ class Item(msgspec.Struct, omit_defaults=True):
     """The op's number among the collectives of its communicator, from 1, the same on all ranks. The number is 0 in a
     lane. It is None if the op is not a collective, or the ring no longer has the entry of its call."""
     bytes: int | None = None
-    """The size of the op's tensor, unless the op ended within the call."""
+    """The bytes of the op's tensor; None if the op ended within the call."""
     posted: Seconds | None = None
-    """The time of the call, unless the op ended within the call."""
+    """The time of the call; None if the op ended within the call."""
     finished: Seconds | None = None
     tensors: list[str] = []
     """The names, dtypes and shapes of a pending op's tensors."""
