@@ -200,8 +200,8 @@ class EndpointTransport(_Transport):
             The storage is never moved again, so after the call other threads may use the tensor.
         :returns: a handle of the memory. If the memory is already registered, the handle shares the existing
             registration.
-        :raises ArgumentError: the tensor is empty, not contiguous or not on the CPU. Or an operation of aiocomms uses
-            the tensor, so this call cannot move the storage.
+        :raises ArgumentError: the tensor is empty or not contiguous. Or an operation of aiocomms uses the tensor, so
+            this call cannot move the storage.
         """
         self._patience(timeout)
         checks.is_tensor("tensor", tensor)
