@@ -1,8 +1,8 @@
 """Bytes and numbers of the host as tensors on a device, and back, without a wait for the current stream.
 
-torch's copy between the host and a GPU blocks its thread until the current stream is idle. On the loop's thread that is
-a stream of the program, and its kernels may run long, or wait for ops of this rank. These functions make an idle stream
-current for the copy.
+torch's copy between the host and a GPU blocks its thread until the current stream is idle. On the loop's thread, the
+current stream belongs to the program. Its kernels may run long, or wait for ops of this rank. So these functions make
+an idle stream current for the copy.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
 def to_host(tensor: Tensor) -> Tensor:
     """Return a tensor of the CPU itself, or a copy of a tensor on another device.
 
-    The tensor comes from :func:`to_device`, or an op that has ended has written it. Kernels may not write it. Copies of
-    ops within the process may still be under way, so this call waits for them and for the kernels before them.
+    The tensor comes from :func:`to_device`, or an op that has ended has written the tensor. No kernel may write the
+    tensor. Copies by ops within the process may still be under way. So this call waits for these copies, and for the
+    kernels before them.
     """
     if not tensor.is_cuda:
         return tensor.cpu()

@@ -57,7 +57,7 @@ class Cuda(Protocol):
     def stream(self, priority: int) -> Stream:
         """Return a stream that has no other owner.
 
-        :param priority: a lower number is served first; 0 is the default.
+        :param priority: the GPU serves lower numbers first; 0 is the default.
         """
 
     def current_stream(self) -> Stream:
@@ -73,7 +73,7 @@ class Cuda(Protocol):
         """Make a stream the current stream of this thread, within the context."""
 
     def event(self) -> Event:
-        """Return a new event without timing, on which a thread sleeps rather than spins."""
+        """Return a new event without timing. A thread that waits for the event sleeps, and does not spin."""
 
     def capturing(self, stream: Stream | None = None) -> bool:
         """Return whether a stream, by default this thread's current stream, is being captured into a graph."""
@@ -88,7 +88,7 @@ class Cuda(Protocol):
         """
 
     def share(self, storage: torch.UntypedStorage) -> Shared | None:
-        """Return the record with which one other process of the host maps memory; None if CUDA cannot share it."""
+        """Return the record with which one other process maps memory; None for memory that CUDA cannot share."""
 
     def map(self, shared: Shared) -> Mapped | None:
         """Map another process's memory. The call blocks, so do not make it on the event loop.
@@ -193,7 +193,7 @@ def no_gpu(device: torch.device) -> str | None:
 
 
 def _why_no_gpu() -> str:
-    """Return torch's own error, which distinguishes an outdated driver from a missing one; empty if there is none."""
+    """Return torch's own error text, or an empty text. It distinguishes an outdated driver from a missing driver."""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except Exception as error:
@@ -205,7 +205,7 @@ def check_stream(cuda: Cuda, stream: Any) -> None:
     """Check a stream that will wait for an op.
 
     :raises ArgumentTypeError: the value is no stream.
-    :raises ArgumentError: the stream is of another device than the op.
+    :raises ArgumentError: the stream and the op are on different devices.
     """
     if not hasattr(stream, "cuda_stream"):
         raise wrong_type("stream", stream, "a torch.cuda.Stream, or None for the current one")

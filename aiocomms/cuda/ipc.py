@@ -1,9 +1,9 @@
 """GPU memory that other processes of the host map through CUDA IPC.
 
-torch counts the processes that have mapped an allocation, and keeps it until there is none. torch's calls hold the GIL
-while CUDA maps or unmaps memory, which takes milliseconds. So this module adds a mapping of its own without the GIL: it
-maps before torch does, and unmaps after torch. CUDA counts the mappings of a process, so torch's calls only change the
-count.
+torch counts the processes that have mapped an allocation, and keeps the allocation until the count is zero. torch's
+calls hold the GIL while CUDA maps or unmaps memory, for milliseconds. So this module makes a second mapping without the
+GIL, before torch maps the memory, and removes it after torch has unmapped the memory. CUDA counts the mappings of a
+process, so torch's calls only change the count.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Shared = tuple[Any, ...]
 """The record with which one other process maps memory: the identifier of its GPU, and torch's own values."""
 
 _COUNTERS: Final = 10_000
-"""The number of counters in each of torch's files of them (``CUDA_IPC_REF_COUNTER_FILE_SIZE``)."""
+"""The number of counters in each of torch's counter files (``CUDA_IPC_REF_COUNTER_FILE_SIZE``)."""
 _UNUSABLE: Final = (RuntimeError, TypeError, ValueError, IndexError)
 """The errors of memory that CUDA does not map, and of malformed records."""
 _PLAIN: Final = b"c"
@@ -42,7 +42,7 @@ class TorchMapped:
     """The implementation of :class:`Mapped` with torch."""
 
     def __init__(self, storage: UntypedStorage, index: int, base: int | None) -> None:
-        """Take over mapped memory.
+        """Take memory that is already mapped, for a later :meth:`release`.
 
         :param index: the number of the memory's GPU in this process.
         :param base: the address of the additional mapping, see :func:`runtime.map_handle`; None if there is none.
@@ -59,7 +59,7 @@ class TorchMapped:
 
 
 def share(storage: UntypedStorage) -> Shared | None:
-    """Return the record with which one other process maps this memory; None if CUDA cannot share it.
+    """Return the record with which one other process maps this memory; None if CUDA cannot share the memory.
 
     Each process needs its own record, because torch counts the processes.
     """
@@ -93,7 +93,10 @@ def map_shared(index: int, shared: Shared) -> TorchMapped | None:
 
 
 def _release_unmapped(exported: list[Any]) -> None:
-    """Lower torch's count of processes, as the end of a mapping does. Else the owner keeps the memory for ever."""
+    """Lower torch's count of processes, as the end of a mapping does.
+
+    Otherwise the owner would never free the memory.
+    """
     with contextlib.suppress(*_UNUSABLE):
         counters, place = exported[3:5]
         if 0 <= place < _COUNTERS:

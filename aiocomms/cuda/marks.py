@@ -1,8 +1,8 @@
 """Marks in the stream of a calling thread, after which the event loop's thread begins an op.
 
 An op waits for all work that was in its caller's stream at the call, and for no later work. So the call records an
-event. The event loop's thread then begins the op with another current stream, the shadow of the caller's stream, which
-waits for the event. Only ops that are made of messages enqueue work on a shadow.
+event. The event loop's thread then begins the op with another current stream, the *shadow* of the caller's stream. The
+shadow waits for the event. Only ops that consist of messages enqueue work on a shadow.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class CallerMark:
     def __init__(self, cuda: Cuda, stream: Stream, event: Event | None = None) -> None:
         """Store the position.
 
-        :param stream: the shadow; or the thread's own stream if there is no event.
+        :param stream: the shadow, or the thread's own stream if ``event`` is None.
         :param event: an event of the thread's stream, for which the shadow waits.
         """
         self._cuda, self._stream, self._event = cuda, stream, event
@@ -64,7 +64,7 @@ class CallerMarks:
         return None if cuda is None else cls(cuda)
 
     def mark(self) -> CallerMark:
-        """Mark the current position in this thread's stream. A stream under capture serves as its own shadow."""
+        """Mark the current position in this thread's stream. A stream that is being captured is its own shadow."""
         stream = self.cuda.current_stream()
         if self.cuda.capturing(stream):
             return CallerMark(self.cuda, stream)
@@ -73,7 +73,9 @@ class CallerMarks:
         return CallerMark(self.cuda, self._shadow(stream.cuda_stream), event)
 
     def stream(self) -> CallerMark:
-        """Return a mark without an event. The event loop allocates results in the memory pool of this thread's stream.
+        """Return a mark without an event.
+
+        The event loop then allocates results in the memory pool of this thread's stream.
 
         The op may also wait for work that the thread enqueues later.
         """

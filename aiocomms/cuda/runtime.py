@@ -101,9 +101,10 @@ def reach(index: int) -> None:
 
 
 def own_stream(device: torch.device, priority: int) -> Any:
-    """Return a ``torch.cuda.Stream`` that has no other owner until it is garbage.
+    """Return a ``torch.cuda.Stream`` that no other code gets while the object exists.
 
-    ``torch.cuda.Stream()`` returns 32 streams in rotation, so two owners could share one and wait for each other.
+    ``torch.cuda.Stream()`` returns 32 streams in rotation, so two callers could get the same stream, and wait for each
+    other.
     """
     idle = _idle.setdefault((device.index, priority), [])
     try:

@@ -1,8 +1,8 @@
 """CUDA streams and events on the event loop: queues of awaited events.
 
-This module knows CUDA, but no transport. A transport that works on GPU memory orders its ops with events. When an event
-has fired, the transport gets a call on the event loop's thread. The event loop queries the event for a few cycles; then
-a thread sleeps on it without the GIL.
+This module depends on CUDA, but on no transport. A transport for GPU memory orders its ops with events. When an event
+has fired, this module calls the transport on the event loop's thread. The event loop queries the event in its next
+cycles. Later, a thread sleeps until the event fires, without the GIL.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Completions:
     ) -> None:
         """Create empty queues, on the event loop's thread.
 
-        :param wake: makes the event loop call :meth:`poll`; it is called on any thread.
-        :param spin: the number of polls without a fired event after which threads sleep on the remaining events. With 0
-            they sleep after each poll, so an event loop that polls only when it is woken leaves no event unwatched.
+        :param wake: a function, called on any thread, that makes the event loop call :meth:`poll`.
+        :param spin: the number of polls without a fired event after which threads sleep on the remaining events. With
+            0, threads sleep after each poll, so that an event loop that polls only after a wake-up misses no event.
         :param transport: the transport whose ``progress`` calls :meth:`poll`. The event loop calls ``progress`` after
-            each op that a communicator posts. With this argument, the event loop also calls it after each :meth:`add`,
-            for example by another communicator.
+            each op that a communicator posts. With this argument, the event loop also calls ``progress`` after each
+            :meth:`add`, for example by another communicator.
         """
         self.parked: bool = False
         """True while threads sleep on the remaining events."""
@@ -70,7 +70,7 @@ class Completions:
         return event
 
     def release(self, event: Event) -> None:
-        """Keep an event that has fired for reuse."""
+        """Keep for reuse an event that has fired."""
         self._pool.append(event)
 
     def add(self, stream: Stream, then: Callable[[], object]) -> Event:
@@ -78,7 +78,7 @@ class Completions:
 
         ``then`` and all objects to which it refers, such as the op and its tensors, stay alive until the call.
 
-        :returns: the event, for other streams to wait for. Do not keep it once it has fired.
+        :returns: the event, for other streams to wait for. Do not keep the event after it has fired.
         """
         event = self.mark(stream)
         key = stream.cuda_stream
@@ -95,8 +95,8 @@ class Completions:
     def poll(self) -> bool:
         """Call the functions whose events have fired.
 
-        No function is called while the current stream is being captured. During a capture, ``progress`` should return
-        True, so that the event loop calls it again.
+        No function is called while the current stream is being captured. During a capture, the transport's ``progress``
+        should return True, so that the event loop calls ``progress`` again.
 
         :returns: whether a function was called.
         """
@@ -218,7 +218,7 @@ class recorded:  # noqa: N801 - the name reads well in ``await recorded(stream)`
 
 
 class _Watch:
-    """A wait for one event; like a transport, it is a client of the event loop's driver."""
+    """A wait for one event. The event loop's driver polls this object as it polls a transport."""
 
     capabilities = Capabilities(ops=frozenset[type[ops.Op]](), spin=SPIN)
 

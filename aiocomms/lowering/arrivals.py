@@ -1,10 +1,12 @@
 """Probes and receives from any of several ranks, built from a transport's probes and non-blocking takes.
 
-A native probe takes no message. So an op that waits for a message of several ranks has a probe at each of them. When a
-probe ends, the op takes a message that is there, or goes on waiting; no message is lost. A receive that names one
-source goes to the transport directly, and takes its messages before this module sees them.
+A transport's probe does not take a message. So an op that waits for a message from several ranks has a probe for each
+rank. When a probe ends, the op takes the message, or waits again if another receive has taken the message. So no
+message is lost. A receive that names one source goes to the transport directly. Such a receive has precedence over the
+ops of this module.
 
-The ops that wait for one tag are in one queue, in the order of their calls. A queue has at most one probe at each rank.
+The ops that wait for one tag are in one queue, in the order of their calls. A queue has at most one probe for each
+rank.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class Arrivals:
         queue.add(call)
 
     def withdraw(self, work: Completion) -> bool:
-        """Withdraw an op; return False if it is taking a message or has ended."""
+        """Withdraw an op; return False if the op is taking a message or has ended."""
         call = self._calls.get(work)
         return call is not None and call.withdraw()
 
@@ -66,7 +68,7 @@ class Arrivals:
         self._calls.clear()
 
     def note(self, tag: int, src: int) -> None:
-        """Note that a message from a rank has arrived; the turn passes to the next rank."""
+        """Note that a message from a rank was received. The round-robin order then begins after this rank."""
         self._last.pop(tag, None)
         self._last[tag] = src
         if len(self._last) > _REMEMBERED:
@@ -116,7 +118,7 @@ class _Queue:
             self.look(src, more=src != last)
 
     def look(self, src: int, *, more: bool = True) -> None:
-        """Probe a rank, and offer its messages to the waiting calls, until no message or no such call is left.
+        """Probe a rank, and offer its messages to the waiting calls, until no message or no waiting call is left.
 
         :param more: see :attr:`aiocomms.ops.Probe.more`.
         """
@@ -136,7 +138,7 @@ class _Queue:
         return next((call for call in self.calls if src in call.sources), None)
 
     def seen(self, look: _Look) -> None:
-        """Handle a probe that has ended after the call of ``post`` for it returned."""
+        """Handle a probe that has ended after ``post`` returned."""
         if self.looks.get(look.op.src) is look:
             self._handle(look)
             self.look(look.op.src)
@@ -154,7 +156,7 @@ class _Queue:
                     return
 
     def _miss(self, src: int, error: CommError) -> None:
-        """Remove a rank from which no message will come; end the calls that have no other source."""
+        """Remove a rank from which no message will come, and end the calls that have no other source."""
         for call in list(self.calls):
             if src in call.sources:
                 call.sources.discard(src)
@@ -250,7 +252,7 @@ class _AnyCall:
             cast("LaneWork[Any]", self.work).abandon(self.stopped)
 
     def withdraw(self) -> bool:
-        """Withdraw the op; return False if it is taking a message."""
+        """Withdraw the op; return False if the op is taking a message."""
         if self._taking is not None:
             if not self.queue.comm.withdraw(self._taking):
                 return False

@@ -1,12 +1,12 @@
-"""Abort of a lane: when one rank gives a lane up, all ranks do, and the communicator and its other lanes go on.
+"""Abort of a lane: if one rank gives a lane up, all ranks do. The communicator and its other lanes continue.
 
-The rank sends a notice to every other rank, and each of them does the same once per lane. A pending op of the lane ends
-when the transport no longer uses its tensors: unmatched receives are withdrawn, and no further messages are sent.
-Messages between two ranks keep their order. So once a rank has received the notice of another rank, no message of the
-lane is still to come from there. The rank receives and drops the messages that have come, which also releases the
-sender's tensors.
+The rank sends a notice to every other rank. Each rank that gets a notice also sends notices, once per lane. A pending
+op of the lane ends when the transport no longer uses its tensors: unmatched receives are withdrawn, and no further
+messages are sent. Messages between two ranks keep their order. So after a rank's notice, no more messages of the lane
+come from that rank. The receiver of the notice receives and drops the messages that have arrived, so that the sender's
+tensors are released.
 
-A rank receives notices from its first operation on a lane on. Earlier notices wait, like any other message.
+A rank begins to receive notices at its first operation on a lane. Earlier notices wait like any unmatched message.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from aiocomms.ops import buffers
 from aiocomms.transport import OP_RESULT, Completion
 
 REMEMBERED: Final = 2**12
-"""The most lanes that are remembered as given up; operations on older ones are not refused."""
+"""The most given-up lanes that are remembered. Operations on lanes that were given up earlier are not refused."""
 
 _BYTES: Final = 1024
 _LONGEST_LANE, _LONGEST_REASON = 60, 120
@@ -110,7 +110,7 @@ class LaneAborts:
         self._post(ear)
 
     def _drop(self, src: int, channel: int, tag: int) -> None:
-        """Drop the unmatched messages of a rank; a receive of no bytes takes any message."""
+        """Drop the unmatched messages of a rank, by empty receives, which match messages of any size."""
         op = ops.Recv(buffers.empty(0, dtype=torch.uint8, device=self._comm.device), src, tag, channel)
         while True:
             sink = _Sink(op)
@@ -144,7 +144,7 @@ class LaneAborts:
             self._drop(rank, channel, tag)
 
     def _end(self, told: _GivenUp) -> None:
-        """Give a lane up on this rank and notify the others, unless this has happened already."""
+        """Give a lane up on this rank and notify the other ranks, unless this rank has already done so."""
         number = told.number
         if number in self.given_up:
             return

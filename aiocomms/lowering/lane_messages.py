@@ -1,9 +1,9 @@
 """Lanes over messages: collectives match by the key of their lane, and by the order of calls within the lane.
 
-If the transport does not carry lanes itself, collectives become messages with tags that are derived from the key. So
-lanes have no order between them, and an early message waits for its receive like any other. The collectives of one lane
-run one after the other, so the order of calls is enough to match them. A lane needs no counter that all ranks share,
-and no memory while none of its ops is under way.
+If the transport does not carry lanes itself, the collectives of a lane become messages, whose tags are derived from the
+lane's key. So two lanes have no order between them, and an early message waits for its receive like any other message.
+The collectives of one lane run one after the other, so the order of calls is enough to match them. A lane needs no
+counter that all ranks share. A lane without pending ops needs no memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from aiocomms.lowlevel.threads import copied
 from aiocomms.progress.inflight import LaneWork
 
 Key = str | bytes | int
-"""The key of a lane; keys of different types are different."""
+"""The key of a lane. Keys of different types are never equal."""
 
 _ABOVE = 1 << 62
 """The lower bound of tags of lanes; user tags and tags of other collectives are less than 2**31."""
@@ -54,9 +54,9 @@ def tag_of(number: int, tag: int) -> int:
 
 
 def collective_tag(number: int, op: Any) -> int:
-    """Return the tag of a collective's messages; it depends on the lane, the kind, the operator and the root.
+    """Return the tag of a collective's messages, derived from the lane, the kind, the operator and the root.
 
-    Collectives that differ only in size or dtype share a tag; the mismatch is found when a message arrives.
+    Collectives that differ only in size or dtype have the same tag. This mismatch is found when a message arrives.
     """
     what = (op.name, getattr(op, "root", None), getattr(op, "op", None))
     fingerprint = _fingerprints.get(what)
@@ -84,7 +84,7 @@ def within(op: Any, number: int) -> Any:
 
 
 class _LaneRun(Run):
-    """The run of a collective of a lane, which starts when it is its turn."""
+    """The run of a lane's collective. The run starts when the lane's earlier collectives have ended."""
 
     __slots__ = ("_turn",)
 
@@ -116,7 +116,7 @@ class _LaneRun(Run):
 
 
 class _Turn(deque[_LaneRun]):
-    """The queue of one lane's collectives: the first is under way, the others wait for their turn."""
+    """The queue of one lane's collectives. Only the first collective is under way."""
 
     def __init__(self, turns: dict[int, _Turn], number: int) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Turns(dict[int, _Turn]):
         self._comm = comm
 
     def call(self, steps: Steps, work: LaneWork[Any]) -> None:
-        """Start a collective of a lane when it is its turn."""
+        """Start a collective of a lane when the lane's earlier collectives have ended."""
         number = work.number
         turn = self.get(number)
         if turn is None:
@@ -172,8 +172,7 @@ class Turns(dict[int, _Turn]):
     def waiting_for(self, work: LaneWork[Any]) -> list[int] | None:
         """Return the ranks whose messages a collective waits for.
 
-        Before its turn, these are the ranks whose messages the lane's current collective waits for.
-
+        If the collective has not started, return the ranks whose messages the lane's current collective waits for.
         Thread-safe.
 
         :returns: the ranks, or None if the collective is not made of messages.

@@ -1,4 +1,4 @@
-"""Messages of a rank to itself; they use no transport, so they behave the same with every transport."""
+"""Messages of a rank to itself. The messages use no transport, so they behave the same with every transport."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ Queues = dict[tuple[int, int], deque[tuple[M, Completion]]]
 class Loopback:
     """The sends, receives and probes of one rank to and from itself.
 
-    When both a send and its receive are posted, the one that was posted later copies the message. A send of any size
-    waits for its receive.
+    Of a send and its receive, the op that is posted later copies the message. A send of any size waits for its receive.
     """
 
     def __init__(self, rank: int) -> None:

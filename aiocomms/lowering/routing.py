@@ -52,7 +52,7 @@ class Router(dict[type[ops.Op], Route]):
         return route
 
     def withdraw(self, work: Completion) -> bool:
-        """Withdraw an unmatched receive or wait; return False if it is under way."""
+        """Withdraw an unmatched receive or wait; return False if the op is under way."""
         if type(work.op) in FROM_ANY:
             return self.arrivals.withdraw(work)
         lowered = self._runs.get(work)
@@ -195,7 +195,7 @@ class Router(dict[type[ops.Op], Route]):
 
 
 class LaneRoutes(dict[type[ops.Op], LaneRoute]):
-    """The routes of lanes' ops, by op type: to the transport if it carries the op in lanes, otherwise to messages."""
+    """The routes of lanes' ops, by op type: to a transport that carries the op in lanes, otherwise to messages."""
 
     def __init__(self, decide: Callable[[type[ops.Op]], LaneRoute]) -> None:
         self._decide = decide
@@ -211,7 +211,7 @@ def _where_it_reduces(
     post: Callable[..., float | None],
     fallback: Callable[..., float | None],
 ) -> Callable[..., float | None]:
-    """Return ``post``; or, if the transport lacks some operators for some dtypes, a function that checks this first."""
+    """Return ``post``, or a function that first checks the operator and dtype if the transport does not support all."""
     if capabilities.reductions is None or "op" not in cls.__struct_fields__:
         return post
 

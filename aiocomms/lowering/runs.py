@@ -33,7 +33,7 @@ class Poster(Protocol):
     """The ledger of calls; its count of collectives is the same on all ranks, and serves as the tag of messages."""
 
     def post(self, op: ops.Op, work: Completion) -> None:
-        """Hand an op to the transport that carries it."""
+        """Pass an op to the transport that carries the op."""
 
     def withdraw(self, work: Completion) -> bool:
         """Withdraw an unmatched receive; return False if a message has matched it."""
@@ -88,7 +88,7 @@ class Run:
                 self._advance()
 
     def _advance(self) -> None:
-        """Post the next step, and the steps after it as long as each completes at once.
+        """Post the next step, and further steps while each step completes at once.
 
         An error before the first message goes to the caller, and nothing was sent. A later error ends the communicator:
         the other ranks are in the middle of an op that this rank cannot finish.
@@ -216,7 +216,7 @@ class Run:
         return [part for ref in self._parts if (part := ref()) is not None and not part.ended]
 
     def waits_for(self) -> list[int]:
-        """Return the ranks of the pending messages. Thread-safe."""
+        """Return the ranks with which messages are pending. Thread-safe."""
         late = [part.op for part in self._unfinished()]
         senders = {op.src for op in late if isinstance(op, ops.Recv)}
         return sorted(senders or {op.dst for op in late if isinstance(op, ops.Send)})
@@ -226,7 +226,7 @@ class Run:
         return [part.op for part in self._unfinished() if isinstance(part.op, ops.Send)]
 
     def withdraw(self) -> bool:
-        """Withdraw the op if it has posted only one receive, which is still unmatched; else return False."""
+        """Withdraw the op if it has posted one receive, still unmatched, and nothing else. Otherwise return False."""
         if self._only is None or not self._only.op.withdrawable or not self._comm.withdraw(self._only):
             return False
         self._steps.close()

@@ -1,8 +1,8 @@
 """Schedules, which express collectives, batches and vectored RMA as simpler ops.
 
-A *schedule* is a generator. It yields the sends and receives of one step, and is resumed when all of them are complete.
-When it returns, the op is done; :mod:`aiocomms.lowering.runs` runs it. Schedules of different collectives on one
-communicator may overlap, because each has its own tag.
+A *schedule* is a generator. A schedule yields the sends and receives of one step, and is resumed when all of them are
+complete. When the generator returns, the op is done. The module :mod:`aiocomms.lowering.runs` runs schedules. Schedules
+of different collectives on one communicator may overlap, because each has its own tag.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from aiocomms.ops.writing import write
 OpT = TypeVar("OpT", bound=ops.Op)
 
 RING_BYTES = 64 * 1024
-"""The size in bytes from which on an all_reduce uses the ring, because bandwidth limits it."""
+"""The smallest size, in bytes, for which an all_reduce uses the ring. For such sizes bandwidth is the limit."""
 
 
 class Context:
-    """A schedule's view of a communicator; the sends and receives that it makes have the op's tag."""
+    """A schedule's view of a communicator. Its sends and receives have the op's tag."""
 
     __slots__ = ("device", "rank", "size", "tag")
 
@@ -69,7 +69,7 @@ def batch(g: Context, op: ops.Batch) -> Steps:
 
 @schedule(ops.PutV)
 def put_v(g: Context, op: ops.PutV) -> Steps:
-    """Put each run of elements with its own op."""
+    """Put each run of consecutive elements by a separate op."""
     flat, window = op.tensor.view(-1), op.window
     yield [
         ops.Put(window, flat[start : start + op.count], op.dst, offset)
@@ -79,7 +79,7 @@ def put_v(g: Context, op: ops.PutV) -> Steps:
 
 @schedule(ops.GetV)
 def get_v(g: Context, op: ops.GetV) -> Steps:
-    """Get each run of elements with its own op."""
+    """Get each run of consecutive elements by a separate op."""
     flat, window = op.tensor.view(-1), op.window
     yield [
         ops.Get(window, flat[start : start + op.count], op.src, offset)
@@ -176,7 +176,10 @@ def scan(g: Context, op: ops.Scan) -> Steps:
 
 
 def _doubling(g: Context, op: reductions.ReduceOp, accumulator: Tensor) -> Steps:
-    """Reduce by recursive doubling; ranks beyond a power of two fold into a partner first (Thakur et al. 2005, 4.5)."""
+    """Reduce by recursive doubling (Thakur et al. 2005, 4.5).
+
+    Each rank beyond a power of two first sends its tensor to a partner.
+    """
     received = torch.empty_like(accumulator)
     power = 1 << (g.size.bit_length() - 1)
     extra = g.size - power

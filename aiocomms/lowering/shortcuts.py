@@ -37,14 +37,14 @@ def find_shortcuts(line: Line, by_family: Mapping[ops.Family, Transport], entrie
 
 
 def find_check(transports: Iterable[Transport]) -> Callable[[object, bool], bool] | None:
-    """Return the native check of tensors of the first transport that has such a check, or None."""
+    """Return the native tensor check of the first transport that has one, or None."""
     checks = (transport.fast_check for transport in transports if isinstance(transport, NativeTransport))
     return next((check for check in checks if check is not None), None)
 
 
 @functools.cache
 def give_methods(cls: type[Any], method: Callable[[type, Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace methods of a class by native code, which starts plain ops of the objects that have shortcuts.
+    """Replace methods of a class by native methods, which start plain ops of objects that have shortcuts.
 
     A repeated call with the same class and ``method`` has no effect.
 

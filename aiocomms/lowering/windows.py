@@ -1,8 +1,9 @@
 """One-sided operations (RMA) over sends and receives, for communicators without a transport that has RMA.
 
-Each rank serves its part of a window to every other rank. It receives the other rank's requests one after the other and
-carries them out, so they take effect in the order of the calls. The owner's program need not take part, but its event
-loop must run. A put to a rank with a busy event loop waits, unlike a put over a transport with RMA.
+Each rank serves its part of a window to every other rank. The rank receives and carries out the requests of each other
+rank one after the other. So requests of one rank take effect in the order of the calls. The program of the part's owner
+need not call anything, but the owner's event loop must run. A put to a rank with a busy event loop waits, unlike a put
+over a transport with RMA.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class _Window:
         self.closing: Completion | None = None
 
     def signal(self, src: int) -> None:
-        """Note a signal of rank ``src``: complete the oldest wait for that rank, or count the signal."""
+        """Handle a signal of rank ``src``: complete the oldest wait for that rank, or count the signal."""
         if self.waiting[src]:
             self.waiting[src].popleft().complete()
         else:
@@ -291,6 +292,6 @@ class _Service:
         self._window.served()
 
     def fail(self, error: CommError) -> None:
-        """See :class:`Completion`. The peer is gone or broke the protocol, so its service ends."""
+        """See :class:`Completion`. The peer is gone or has violated the protocol, so the service for the peer ends."""
         self._done = True
         self._window.served()

@@ -1,6 +1,7 @@
-"""The plug-in contract: the methods of a transport, their arguments, and the promises of both sides.
+"""The plug-in contract: the methods of a transport, their arguments, and the guarantees of both sides.
 
-``docs/transports.md`` builds a transport step by step; ``transports/local`` carries every op in four small files.
+``docs/transports.md`` builds a transport step by step. The package ``transports/local`` carries every op in four small
+files.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ class Completion(Protocol):
 
     @property
     def hints(self) -> Mapping[str, Any] | None:
-        """The caller's advice for this op; a transport ignores unknown hints, as MPI does with its Info."""
+        """The caller's hints for this op. A transport ignores unknown hints, as MPI ignores unknown keys of an Info."""
 
     def done(self) -> bool:
-        """Return whether the op was completed, failed, or abandoned by the communicator."""
+        """Return whether the op has completed, has failed, or was abandoned by the communicator."""
 
     def complete(self, value: Any = OP_RESULT) -> None:
         """Complete the op on this rank. Call this once, on the loop's thread.
@@ -43,9 +44,9 @@ class Completion(Protocol):
         """
 
     def fail(self, error: CommError) -> None:
-        """Fail the op, once the wire no longer uses the op's buffers. Call this once, on the loop's thread.
+        """Fail the op. Call this once, on the loop's thread, when the network no longer uses the op's buffers.
 
-        A :class:`~aiocomms.errors.CapturedWorkError` marks the op as a part of a CUDA graph: such an op has no end.
+        With a :class:`~aiocomms.errors.CapturedWorkError`, the op is a part of a CUDA graph, and never completes.
         """
 
 
@@ -60,7 +61,7 @@ def conclude(work: Completion, outcome: Any = OP_RESULT) -> None:
 
 
 class Rendezvous(Protocol):
-    """The means by which the ranks of one communicator meet while its transports open."""
+    """The interface through which the ranks of one communicator exchange data while its transports open."""
 
     rank: int
     size: int
@@ -68,7 +69,7 @@ class Rendezvous(Protocol):
     device: torch.device
     timeout: float
     store: Store | None
-    """The store of torch at which the ranks met; None: there is none, or none yet."""
+    """The torch store in which the ranks met; None: there is no store, or not yet."""
     hosts: Sequence[str]
     """The known addresses of other ranks' hosts."""
     home: dict[Any, Any] | None
@@ -80,13 +81,14 @@ class Rendezvous(Protocol):
     def left(self) -> float:
         """Return the seconds that are left of the timeout.
 
-        The timeout counts from this rank's start; a negative result means that the timeout has passed.
+        The timeout starts when this rank starts to open the communicator. A negative result means that the timeout has
+        passed.
         """
 
     async def exchange(self, key: str, value: bytes) -> list[bytes]:
         """Publish this rank's value, and return all ranks' values in rank order.
 
-        The call runs outside the loop, and within the timeout.
+        The exchange does not block the loop, and takes at most the timeout.
 
         :param key: the name of the exchange, used once per communicator.
         :param value: this rank's value, at most 64 KiB.
@@ -96,20 +98,20 @@ class Rendezvous(Protocol):
         """
 
     def secret(self, purpose: str) -> bytes:
-        """Return 32 bytes. Only the ranks know them if the job has a token; otherwise any process can compute them."""
+        """Return a key of 32 bytes, the same on all ranks. If the job has no token, any process can compute the key."""
 
     async def run(self, what: str, call: Callable[[], Any]) -> Any:
-        """Run a blocking call in its own thread, off the loop and within the timeout.
+        """Run a blocking call in a separate thread, and wait for the call at most the timeout.
 
         :param what: a description of the call, for the error's message.
-        :raises CommTimeoutError: the call took longer; its thread keeps running.
+        :raises CommTimeoutError: the call takes longer than the timeout. The thread keeps running.
         """
 
 
 class SideChannel(Protocol):
-    """The state of the connections that :meth:`Transport.say` can still use after a loss.
+    """The state of the connections that :meth:`Transport.say` can still use after the communicator is lost.
 
-    Any thread may call its methods.
+    Any thread may call these methods.
     """
 
     def gone(self, rank: int) -> bool:
@@ -140,7 +142,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     :param lanes: the collectives that a :class:`~aiocomms.transport.LaneTransport` takes in lanes; the core lowers all
         other collectives of lanes to messages.
     :param spin: the number of turns of the loop for which :meth:`Transport.progress` is polled before the loop waits
-        for the descriptor; 0 if completions come from another thread or from the peer's own call.
+        for the descriptor; 0 if another thread, or the call of a peer in this process, completes the ops.
     """
 
     ops: OpTypes
@@ -165,22 +167,26 @@ class Transport(ABC):
     Any thread may call :meth:`abort`, :meth:`waiting_for`, :meth:`last_heard`, :meth:`say` and :meth:`shared_memory`.
     All other methods of an instance are called on the thread of the loop that opened the instance.
 
-    Each method describes the effect of an exception. If the transport is *broken*, the communicator is lost, and the
-    peers are notified. The :class:`CommError` of the loss names the transport, the method and the exception. The
-    threads of the core continue, and so do all other communicators. See ``aiocomms.progress.guard``.
+    The description of each method has the effect of an exception. If an exception means that the transport is *broken*,
+    the communicator is lost, and the peers are notified. The :class:`CommError` of the loss names the transport, the
+    method and the exception. The threads of the core and all other communicators continue. See
+    ``aiocomms.progress.guard``.
     """
 
     capabilities: Capabilities
-    """The operations that the transport can carry; a class attribute, which an instance may narrow."""
+    """The operations that the transport can carry. An instance may replace this class attribute by a smaller set."""
 
     cuda: Any = None
-    """The layer by which the transport calls CUDA, an ``aiocomms.cuda.Cuda``; None: its ops follow no stream of it.
+    """The ``aiocomms.cuda.Cuda`` through which the transport calls CUDA; None: the transport's ops ignore CUDA streams.
 
-    With this layer, another thread's ops come after the work on that thread's current stream at the call.
+    If it is set, an op that another thread calls starts after the work on that thread's current stream at the call.
     """
 
     early_failure: CommError | None = None
-    """The error that :meth:`on_failure` got before the communicator was made, which then reads it."""
+    """The first error that :meth:`on_failure` got before the communicator was created.
+
+    The new communicator reads it.
+    """
 
     def on_failure(self, error: CommError) -> None:
         """Tell the communicator that it is lost, because a peer died or aborted. A second call does nothing.
@@ -191,9 +197,9 @@ class Transport(ABC):
         self.early_failure = self.early_failure or error
 
     early_notes: Mapping[int, bytes] = {}
-    """The last note of each rank that :meth:`on_note` got before the communicator was made.
+    """The last note of each rank that :meth:`on_note` got before the communicator was created.
 
-    The communicator reads the notes when it is made.
+    The new communicator reads the notes.
     """
 
     def on_note(self, rank: int, note: bytes) -> None:
@@ -208,7 +214,7 @@ class Transport(ABC):
     def probe(cls, device: torch.device) -> str | None:
         """Return why the transport cannot run for tensors on ``device``, or None if it can. The call must be cheap.
 
-        The reason ends the sentence "... is not available: ". Any thread may call this, :meth:`preference`,
+        Error messages have the reason after "... is not available: ". Any thread may call this, :meth:`preference`,
         :meth:`adopts` and :meth:`info`. If this raises, the transport is not available, and the exception is the
         reason.
         """
@@ -219,7 +225,7 @@ class Transport(ABC):
 
         With priority 0, ``"auto"`` never chooses the transport.
 
-        An exception counts as priority 0, and is logged.
+        An exception is logged, and counts as priority 0.
         """
         return 0
 
@@ -227,7 +233,7 @@ class Transport(ABC):
     def info(cls) -> Mapping[str, str]:
         """Return further facts by name for ``aiocomms info``, such as measured values.
 
-        An exception counts as no facts.
+        An exception counts as an empty result.
         """
         return {}
 
@@ -244,8 +250,9 @@ class Transport(ABC):
     async def open(cls, rendezvous: Rendezvous, options: Mapping[str, Any]) -> Self:
         """Meet the other ranks, and return the open transport. Collective.
 
-        If this raises or is cancelled, the communicator is not formed, and the caller gets the exception. The transport
-        must then have released everything that it opened. The core closes the transports that were opened earlier.
+        If this raises or is cancelled, the communicator is not formed, and the caller gets the exception. Before this
+        method raises, it must release everything that it has opened. The core closes the transports that were opened
+        earlier.
 
         :param options: the user's hints; a transport ignores unknown ones.
         """
@@ -255,13 +262,13 @@ class Transport(ABC):
 
         An exception has the same effect as in :meth:`split`.
 
-        :param rendezvous: a rendezvous of which only ``run`` is useful, because this rank is its only member.
+        :param rendezvous: a rendezvous whose only member is this rank, so that only ``run`` is useful.
         """
 
     async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
         """Open the transport for some ranks of this communicator, over existing connections if the transport can.
 
-        The default opens everything anew. Collective over ``ranks``. Ranks that join no new communicator call
+        By default this calls :meth:`open`. Collective over ``ranks``. Ranks that join no new communicator call
         :meth:`split_nobody`. An exception has the same effect as in :meth:`open`. This communicator is then lost, too.
         So the other ranks learn of the failure at once, and their calls of this method are cancelled.
 
@@ -275,24 +282,24 @@ class Transport(ABC):
     def post(self, op: ops.Op, work: Completion) -> float | None:
         """Start an op whose arguments the core has checked. Never block; complete ``work`` once, now or later.
 
-        The transport keeps ``op``, and with it the tensors, until the wire no longer uses them.
+        The transport keeps ``op``, which refers to the tensors, until the network no longer uses the tensors.
 
-        A :class:`CommError` means that nothing was sent: the caller gets the error, and the communicator goes on. This
-        op then does not count: the next collective of this rank matches the next collective of the other ranks. Any
+        A :class:`CommError` means that nothing was sent: the caller gets the error, and the communicator stays usable.
+        The op then does not count: the next collective of this rank matches the next collective of the other ranks. Any
         other exception means that the transport is broken. For a message of a lowered op, all exceptions have the same
-        effect. At the op's first message nothing was sent, and the caller gets the exception. At a later message of the
-        op, the op stops halfway, and the communicator is lost.
+        effect. If the post of the op's first message raises, nothing was sent, and the caller gets the exception. If
+        the post of a later message raises, the op stops halfway, and the communicator is lost.
 
-        :returns: the time of the op's end, by :func:`time.monotonic`, if it has ended and the transport knows the time
-            already.
+        :returns: the time of the op's end, by :func:`time.monotonic`, if the op has already ended and the transport
+            knows the time; otherwise None.
         """
 
     def post_at_once(self, op: ops.Recv, work: Completion) -> None:
-        """Post a receive of no bytes, and look for its message within the call. ``post`` may look later."""
+        """Post an empty receive, and look for its message before the call returns. ``post`` may look later."""
         self.post(op, work)
 
     def wait_stream(self, work: Completion, stream: Any) -> None:
-        """Make a CUDA stream wait for an op. The op may be captured, or it may already be done.
+        """Make a CUDA stream wait for an op. The op may be captured or already done.
 
         :param stream: a ``torch.cuda.Stream``; None: the current one.
         :raises UnsupportedOperation: the op runs on no stream. Any exception goes to the caller, and the op continues.
@@ -300,9 +307,9 @@ class Transport(ABC):
         raise UnsupportedOperation("wait_stream() orders a CUDA stream, and this op has none: await the work instead")
 
     def caller_stream(self) -> Callable[[], AbstractContextManager[object]] | None:
-        """Return a function whose context restores the CUDA stream that is current now; None if there are no streams.
+        """Return a function; its result is a context in which this call's current CUDA stream is current again.
 
-        Raise an error if that stream is being captured into a CUDA graph.
+        Return None if there are no streams. Raise an error if the current stream is being captured into a CUDA graph.
         """
         return None
 
@@ -310,8 +317,8 @@ class Transport(ABC):
     def progress(self) -> bool | None:
         """Advance pending ops without blocking.
 
-        An exception means that the transport is broken. The core does not call this again. Exceptions from the
-        completion of a work count, too, such as the :class:`RuntimeError` of a second completion.
+        An exception means that the transport is broken. The core does not call this again. This also holds for
+        exceptions of a work's ``complete``, such as the :class:`RuntimeError` of a second completion.
 
         :returns: whether anything completed. None: nothing completed, and another call is useless until the descriptor
             is readable, because the transport's own thread does the work.
@@ -330,9 +337,9 @@ class Transport(ABC):
 
     @abstractmethod
     def try_cancel(self, work: Completion) -> bool:
-        """Withdraw a receive, or a wait for a signal, that nothing has matched, if the wire no longer uses the buffer.
+        """Withdraw an unmatched receive or wait for a signal, if the network no longer uses the buffer.
 
-        An exception means that the transport is broken. The op then counts as an op that is under way.
+        An exception means that the transport is broken. The op then counts as under way.
 
         :returns: True: the op did not happen and never will, and the transport does not complete ``work``. False: the
             op is under way and completes by itself.
@@ -342,12 +349,12 @@ class Transport(ABC):
     def abort(self, error: CommError) -> None:
         """Abort: try to notify the peers, and stop. The call never waits. Idempotent; any thread may call this.
 
-        Each peer's transport passes the same error to its :meth:`on_failure`: the same class, message and peer, as
-        ``aiocomms.lowlevel.Reason`` carries them. The class is :class:`CommAbortedError`, ``CommTimeoutError``,
-        ``MismatchError`` or ``PeerDiedError``.
+        Each peer's transport passes an equal error to its :meth:`on_failure`. ``aiocomms.lowlevel.Reason`` carries the
+        error's class, message and peer. The class is :class:`CommAbortedError`, ``CommTimeoutError``, ``MismatchError``
+        or ``PeerDiedError``.
 
         The transport need not complete pending works, because the communicator ends them. The transport keeps the
-        tensors of these works until the wire no longer uses them.
+        tensors of these works until the network no longer uses the tensors.
 
         An exception means that the transport is broken. The exception is logged, and the communicator keeps the first
         reason for its loss.
@@ -357,38 +364,39 @@ class Transport(ABC):
     async def aclose(self) -> None:
         """Release everything. On return every work is complete or abandoned.
 
-        Before this call, the communicator has waited for pending ops, and has abandoned the rest. The communicator
-        does not call :meth:`progress` any more.
+        Before this call, the communicator has waited for pending ops, and has abandoned those that did not end. From
+        this call on, the communicator does not call :meth:`progress`.
 
         If this raises, ``Communicator.aclose`` raises a :class:`CommError` that names the transport. The communicator
         and its other transports are closed nevertheless.
         """
 
     def waiting_for(self, work: Completion) -> Sequence[int]:
-        """Return the ranks for which a pending op waits, if the transport knows. Any thread may call this.
+        """Return the ranks for which a pending op waits, if the transport knows them.
 
-        The loop may be busy. An exception means that the transport is broken. No rank is named then.
+        Any thread may call this, also while the loop is busy. An exception means that the transport is broken. Then
+        error messages name no rank.
         """
         return ()
 
     def last_heard(self) -> Sequence[float] | None:
-        """Return the time of each rank's last sign of life, by ``time.monotonic()``, and ask each rank for a new sign.
+        """Return the time of each rank's last answer, by ``time.monotonic()``, and ask each rank for a new answer.
 
         The core calls this from time to time, on any thread, while works are pending. The result is None if the
-        transport need not ask, or cannot ask. A rank must answer without its event loop and without its interpreter's
-        lock. An exception means that the transport is broken.
+        transport need not ask, or cannot ask. A rank must answer without its event loop and without the GIL. An
+        exception means that the transport is broken.
         """
         return None
 
     def say(self, rank: int, note: bytes) -> bool:
-        """Send a note to another rank, which gets it through its :meth:`on_note`. Never block.
+        """Send a note to another rank, whose :meth:`on_note` gets the note. Never block.
 
         Any thread may call this. A note asks a rank what it is doing. A rank should get a note even while its loop is
-        busy, so a separate thread sleeps until a note arrives. Delivery is not guaranteed: no error reports that the
-        rank is gone. An exception means that the transport is broken.
+        busy, so a separate thread should receive notes. Delivery is not guaranteed: if the other rank is gone, no error
+        is raised. An exception means that the transport is broken.
 
         :param note: the note, at most 2 KiB.
-        :returns: False if the transport carries no notes, or carries none any more.
+        :returns: False if the transport carries no notes, or no longer carries notes.
         """
         return False
 
@@ -400,7 +408,7 @@ class Transport(ABC):
         return None
 
     def side_channel(self) -> SideChannel | None:
-        """Return the side channel if :meth:`say` still reaches ranks.
+        """Return the side channel if :meth:`say` can still reach other ranks.
 
         The channel is valid from :meth:`abort` to :meth:`aclose`. None or an exception means that there is no channel.
         """

@@ -20,9 +20,9 @@ class LaneTransport(Transport):
         """Start a collective that matches only collectives of the same lane on the other ranks.
 
         The core calls this for the ops in ``Capabilities.lanes``, with the contract of :meth:`post`. Within a lane all
-        ranks call the same collectives in the same order, and these collectives run one after the other. Ops of
-        two lanes have no order between them. Ops of a lane and ops of :meth:`post` have no order either. Ten
-        thousand lanes may have pending ops at once. An idle lane keeps nothing.
+        ranks call the same collectives in the same order, and these collectives run one after the other. Ops of two
+        lanes have no order between them. Ops of a lane and ops of :meth:`post` have no order either. Ten thousand lanes
+        may have pending ops at once. A lane without pending ops must use no memory.
 
         As in :meth:`post`, ranks whose collectives in a lane differ get a :class:`MismatchError`. The core calls
         :meth:`waiting_for` for these works, too.
@@ -34,8 +34,8 @@ class LaneTransport(Transport):
     def give_up_lane(self, lane: int, error: CommError) -> None:
         """End this rank's pending works of a lane that this rank aborts. The core posts nothing more in the lane.
 
-        Each work fails with ``error``, as soon as no rank accesses its tensors any more. After that, no rank may
-        complete an op with data that the program then writes into these tensors. Ops that all ranks have called may
+        Each work fails with ``error`` as soon as no rank accesses the work's tensors any more. Afterwards the program
+        may change these tensors, and no rank may complete an op with the new data. Ops that all ranks have called may
         first run to their end. The core notifies the other ranks, which abort the lane, too. Other lanes are not
         affected.
 
@@ -45,9 +45,9 @@ class LaneTransport(Transport):
 
     @abstractmethod
     def forget_lane(self, lane: int, rank: int) -> None:
-        """Drop everything of a lane that has arrived from a rank.
+        """Drop all data of a lane that has arrived from a rank.
 
-        That rank has aborted the lane, and sends nothing more in it. The core calls this after :meth:`give_up_lane`,
-        once for each living rank. Everything that the rank did in the lane before its abort is visible here, as it is
-        to the receiver of a later message from that rank. An exception means that the transport is broken.
+        That rank has aborted the lane, and sends no more data in the lane. The core calls this after
+        :meth:`give_up_lane`, once for each living rank. All actions of the rank in the lane before its abort are
+        visible here, as if a message from that rank had just arrived. An exception means that the transport is broken.
         """

@@ -1,4 +1,4 @@
-"""The contract of a transport with native code that starts plain ops, and what that code needs of the core."""
+"""The contract of a transport with native code that starts plain ops, and the parts of the core that this code uses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Line(Protocol):
     def ended_at_once(self, work: Any) -> None:
         """Handle a work that has ended within its call while post-hooks are registered.
 
-        The work's ``called`` is the time of its call, by :func:`time.monotonic`.
+        The work's ``called`` is the time at which the op was called, by :func:`time.monotonic`.
         """
 
 
@@ -52,13 +52,13 @@ class Ledger(Protocol):
     """
 
     refusing: bool
-    """True while ops are refused; every op reads only this flag before it starts."""
+    """True while the communicator refuses ops. Each op checks this flag, and no other, before it starts."""
     posting: bool
-    """True while the loop's thread is between an op's number and its record: no other thread counts then."""
+    """True between the number and the record of an op of the loop's thread. No other thread numbers ops then."""
     recording: bool
     """True while the rings record. A benchmark changes this to measure the cost of recording."""
     calls: int
-    """The number of collectives called outside lanes; it is the same on all ranks."""
+    """The number of collectives called outside lanes, the same on all ranks."""
 
     @property
     def issued(self) -> int:
@@ -70,7 +70,7 @@ class Ledger(Protocol):
 
     @property
     def ring(self) -> Ring:
-        """The ring that records ops: the type when an op is called, and the time when it has ended."""
+        """The ring that records ops: an op's type when the op is called, and the time when the op has ended."""
 
     @property
     def lanes(self) -> Ring:
@@ -92,7 +92,7 @@ class Ledger(Protocol):
 
 
 class PlainLedger:
-    """The ledger of a communicator whose ops Python code starts."""
+    """The ledger of a communicator without native shortcuts."""
 
     __slots__ = ("calls", "end", "issued", "laned", "lanes", "posting", "refusing", "ring")
 
@@ -139,15 +139,15 @@ class Shortcuts(Ledger, Protocol):
     """Native code that starts each plain op of one communicator in one call, and counts and records all ops.
 
     A plain op has only plain tensors, operators and numbers, and neither hints nor a deadline of its own. A plain op is
-    called on the loop's thread (except in :meth:`post`), while no pre-hooks are registered (in :meth:`post` also no
-    post-hooks) and ops are not refused. The call of a plain op includes the work of the core and of
-    :meth:`aiocomms.transport.Transport.post`. The call of any other op has no effect, and the Python method runs:
-    Python code decides everything else, and raises every error.
+    called on the loop's thread, while no pre-hooks are registered and the communicator does not refuse ops.
+    :meth:`post` starts plain ops on other threads, if no post-hooks are registered either. The native call of a plain
+    op does the work of the core and of :meth:`aiocomms.transport.Transport.post`. For any other op, the native call has
+    no effect, and the Python method runs. Python code makes all other decisions, and raises all errors.
     """
 
     @staticmethod
     def fields() -> type[Any]:
-        """Return the class that has the fields of works; the classes of works inherit it.
+        """Return the native base class of all classes of works; it has their fields.
 
         Only native code creates instances of this class. Each instance creates its op's record at the first access.
         """
@@ -161,19 +161,19 @@ class Shortcuts(Ledger, Protocol):
         """
 
     def know(self, lane: type[Any]) -> None:
-        """Start ops of lanes, too.
+        """Start ops of lanes, too, from now on.
 
         :param lane: the class of lanes, which keeps ``_shortcuts``, ``_known`` and ``_closed`` in slots.
         """
 
     def follow(self, current: ContextVar[Any]) -> None:
-        """Start the communicator's ops on its current lane from now on.
+        """Start all later ops of the communicator on its current lane.
 
         :param current: the context variable, which holds None, or a tuple of the current lane and the previous value.
         """
 
     def elsewhere(self, lane: int | None) -> int:
-        """Return how many ops other threads are posting that are not in flight yet.
+        """Return the number of ops that other threads are posting, and that the core has not registered yet.
 
         :param lane: the number of a lane, to count only its ops; None: count all ops.
         """
@@ -215,14 +215,14 @@ class NativeTransport(Transport):
 
     True: the tensor is dense, contiguous, of a known dtype and on the communicator's device, has memory, and has no
     lazy conjugate or negation. If the op writes the tensor, autograd does not track it. False: the core checks the
-    tensor in full. The check must not raise: nothing was sent, and the caller of the op would get the exception.
+    tensor in full. The check must not raise, because the caller of the op would get the exception.
     """
 
     def shortcuts(self, line: Line, entries: int) -> Shortcuts | None:
         """Return native code that starts plain ops of the communicator, or None if there is no such code.
 
         The core calls this once, before the first op, if the transport carries all messages and collectives. ``line``
-        is the part of the communicator that the native code uses; the ring keeps ``entries`` entries. If this raises,
+        is the part of the communicator that the native code uses. ``entries`` is the size of the ring. If this raises,
         the communicator is not formed.
         """
         return None
