@@ -1,17 +1,17 @@
-"""The agreement of the ranks: they compare their calls of each collective before gloo gets any of its bytes.
+"""The agreement of the ranks: the ranks compare their calls of each collective before gloo gets the data.
 
 In gloo a mismatch would abort the process, hang or give wrong results. So every rank announces its call to every other
 rank. The data of a small collective travels inside the announcement.
 
 A large collective then runs on the group, where *all ranks start the same ops in the same order*. A rank starts an op
-when it has the announcements of all ranks and has started all its earlier large calls. So it starts large ops in the
-order of its calls. The agreed call determines whether it is large, so all ranks find the same. Announcements travel
-outside the group and do not wait. So every rank has started the first unfinished op, or is free to start it. Ops cannot
-deadlock, and gloo cannot match them with other ops.
+when it has the announcements of all ranks and has started all its earlier large calls. So each rank starts large ops in
+the order of its calls. All ranks agree which calls are large, because this depends on the agreed call. Announcements do
+not use the group, and wait for no op. So every rank has started the first unfinished op, or can start it. Ops cannot
+deadlock, and gloo cannot match an op with a different op.
 
-When a rank loses the communicator, its program may reuse the tensors at once, while gloo may still be sending them.
-So a large call completes only when gloo is done with it on every rank. A rank that has lost the communicator does not
-tell the other ranks that gloo is done.
+When a rank loses the communicator, its program may reuse the tensors at once, while gloo may still be sending them. So
+a large call completes only when gloo is done with the call on every rank. A rank that has lost the communicator does
+not report that gloo is done.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _AnnouncedCall:
 
 
 class Agreement:
-    """The collectives of one rank. They are announced, compared, and started when all ranks agree."""
+    """The collectives of one rank. The rank announces and compares them, and starts them when all ranks agree."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Agreement:
     ) -> None:
         """Start with no calls.
 
-        :param fail: reports the loss of the communicator. Any thread may call it.
+        :param fail: a function that reports the loss of the communicator, for any thread.
         :param lost: the event that is set when the loss is reported, before any work fails.
         """
         self._group = group
@@ -167,7 +167,7 @@ class Agreement:
             self._inbox.put(conclude, call.work, outcome)
 
     def handle_landed(self, rank: int, number: int) -> None:
-        """Note that a rank is done with a large collective. Gloo no longer reads that rank's tensors."""
+        """Record that a rank is done with a large collective. Gloo no longer reads that rank's tensors."""
         if not 0 <= number < self._count:
             raise ProtocolError(f"rank {rank} ends collective {number}, and this rank is at {self._count}", peer=rank)
         with self._lock:
@@ -298,14 +298,14 @@ class Agreement:
         self.handle_landed(self._group.rank, call.number)
 
     def _report_gloo_failure(self, error: Exception) -> None:
-        """Report that an op failed in gloo, unless the connection to a lost peer soon reports the cause."""
+        """Report that gloo failed in an op, unless the connection to a lost peer soon reports the cause."""
         if not self._lost.wait(_BLAME_PEER):
             failure = CommError(f"gloo failed: {str(error).splitlines()[0]}")
             failure.__cause__ = error
             self._fail(failure)
 
     def join(self, timeout: float | None) -> None:
-        """End the thread, and release all tensors. The caller must poison the group before.
+        """End the thread, and release all tensors. Before this call, the caller must :func:`poison` the group.
 
         :param timeout: seconds to wait for the thread; None means no limit.
         """
@@ -329,7 +329,7 @@ def _describe(op: ops.Op) -> bytes:
 
 
 def _mismatch(sizes: Sequence[tuple[int, ...]], count: int) -> str | None:
-    """Return the text of the first mismatch between sent and wanted bytes, given both for each rank; None if none."""
+    """Return the text of the first mismatch between the bytes that ranks send and want; None without a mismatch."""
     size = len(sizes)
     for rank in range(size):
         if len(sizes[rank]) != count:

@@ -1,7 +1,7 @@
-"""Authentication for gloo: its records in the store are signed, and each of its connections proves the job's key.
+"""Authentication for gloo: signed records in the store, and a proof of the job's key on each connection.
 
-gloo itself authenticates no peer. It also listens after every rank has connected, and keeps a descriptor for each
-process that connects. So this module makes its listening socket drop all new connections.
+gloo does not authenticate peers. After all ranks have connected, gloo still listens, and keeps a descriptor for each
+process that connects. So this module makes gloo's listening socket drop all new connections.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SO_ATTACH_FILTER: Final = 26
 
 
 class SignedStore(Store):
-    """A store that signs the values that it writes and checks the values that it reads. It has gloo's methods only."""
+    """A store that signs the values that it writes, and checks the values that it reads. It has only gloo's methods."""
 
     def __init__(self, store: Store, key: bytes) -> None:
         super().__init__()
@@ -59,18 +59,18 @@ class SignedStore(Store):
         return value
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys are there."""
+        """Return whether the store has all keys."""
         return self._store.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=60)) -> None:
-        """Wait until all keys are there."""
+        """Wait until the store has all keys."""
         self._store.wait(keys, timeout)
 
 
 def prove(group: Any, rank: int, size: int, key: bytes) -> None:
     """Prove to every rank that this rank knows the key, and check the proofs of all ranks. This function blocks.
 
-    :param group: a gloo group that has just connected. gloo accepts any process that connects in a rank's place.
+    :param group: a new gloo group. gloo accepts any process that connects in place of a rank.
     :raises AuthError: a peer does not know the key.
     :raises RuntimeError: a connection broke, or a proof did not arrive in time.
     """
@@ -91,8 +91,8 @@ def prove(group: Any, rank: int, size: int, key: bytes) -> None:
 def stop_listening(written: bytes) -> None:
     """Drop all new connections to the socket on which gloo listens.
 
-    Only gloo can close its socket, but a socket filter makes the socket drop new connections. Existing connections are
-    not affected.
+    Only gloo can close this socket, but a socket filter can make the socket drop new connections. Existing connections
+    are not affected.
 
     :param written: the bytes that gloo has written to the store. They contain gloo's address in the kernel's format.
     """

@@ -39,9 +39,12 @@ from aiocomms_c10d.control import FOREVER
 _THREADS: Final = 2
 """The number of gloo's threads for collectives. Each thread runs one collective at a time, in the order of starts."""
 _CONNECT: Final = 120.0
-"""The most seconds for connecting after every rank has arrived."""
+"""The most seconds for connecting, after every rank has called :func:`open_gloo`."""
 _SHARE: Final = 0.5
-"""The share of the least remaining time of a rank, for connecting. The rest is for the search for missing ranks."""
+"""The share of the shortest remaining time of any rank, for connecting.
+
+The rest is for the search for missing ranks.
+"""
 _HELLO: Final = 512
 """The bytes of a record that a process group gathers."""
 
@@ -163,7 +166,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def poison(group: Any) -> None:
-    """Break every connection of a gloo group, so that all pending operations fail on this rank and on its peers.
+    """Break every connection of a gloo group, so that all pending operations fail on this rank and on the peers.
 
     gloo's ``abort`` does nothing, but gloo closes its connections when a wait expires.
     """
@@ -176,7 +179,7 @@ def poison(group: Any) -> None:
 def store_over(group: Any, timeout: float) -> Store:
     """Make a store for the ranks of a process group, with collectives of that group. This function blocks.
 
-    Rank 0 serves the store on one address.
+    Rank 0 serves the store at one address.
 
     :raises ArgumentError: the group does not carry tensors on the CPU; or other hosts could reach the store, and the
         job has no token.

@@ -1,4 +1,4 @@
-"""The collectives. Small collectives use the data in the announcements, and large collectives use the group."""
+"""The collectives. Announcements carry the data of small collectives, and the group carries large collectives."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Parts = Sequence[Tensor]
 class C10dCall:
     """One call of a collective on one rank.
 
-    A small call uses :meth:`part` and :meth:`finish`, both on the loop's thread. A large call uses :meth:`start`, on a
-    thread in which it may block, and :meth:`end`, on another thread.
+    A small call uses :meth:`part` and :meth:`finish`, both on the loop's thread. A large call uses :meth:`start`, which
+    may block its thread, and :meth:`end`, on another thread.
     """
 
     nbytes: int = 0
     """The most bytes that one rank sends to another, as known to this rank."""
     sizes: tuple[int, ...] = ()
-    """The bytes that this rank sends to each rank, then those that it wants from each; empty if ranks cannot differ."""
+    """The bytes that this rank sends to each rank, and then wants from each rank; empty if ranks cannot differ."""
     spread: ClassVar[bool] = False
     """True if the announcements move more bytes than the group would. Then the limit for small calls is lower."""
 
@@ -41,7 +41,7 @@ class C10dCall:
         self.size = size
 
     def part(self, dst: int) -> Tensor | None:
-        """Return the bytes that this rank sends to rank ``dst``; None if it sends none."""
+        """Return the bytes that this rank sends to rank ``dst``; None if there are none."""
         return None
 
     def finish(self, parts: Parts) -> None:
@@ -137,9 +137,9 @@ class _Reduce(_AllReduce):
 
 
 class _Scan(_AllReduce):
-    """A prefix reduction: this rank's result is from the tensors of the ranks up to it, in rank order.
+    """A prefix reduction: a rank's result combines the tensors of the ranks up to this rank, in rank order.
 
-    In a large call each rank reduces one piece of all ranks' tensors, and gives every rank its result.
+    In a large call each rank reduces one piece of all ranks' tensors, and sends every rank that rank's result.
     """
 
     def part(self, dst: int) -> Tensor | None:
@@ -311,7 +311,7 @@ def _reduce(plan: C10dCall, parts: Parts, own: Tensor | None, out: Tensor) -> No
 
 
 def _pieces(group: C10dGroup, tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Give each rank one piece of the tensor of every rank. This function blocks.
+    """Send each rank one piece of the tensor of every rank. This function blocks.
 
     :returns: a copy of the tensor's elements, padded to equal pieces; and this rank's pieces, one row from each rank.
     """

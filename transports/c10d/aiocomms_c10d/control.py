@@ -20,22 +20,25 @@ from aiocomms_c10d.wire import ACK, C10dFrame, C10dHeader
 FOREVER: Final = timedelta(days=100)
 """The timeout of every wait. gloo closes all connections of a rank when one wait expires, so no wait may expire.
 
-``poison`` ends a wait that blocks."""
+The function ``poison`` ends a wait that blocks."""
 
 _FRAMES, _DATA = 0, 1
 """The gloo tags of frames and of large messages' data."""
 _RING: Final = 4
-"""The number of receives that are posted in advance. gloo sends no frame before the peer has posted its receive."""
+"""The number of receives that are posted in advance. gloo sends a frame only after the peer has posted a receive."""
 _UNACKED: Final = 16
-"""The number of frames after which this rank acknowledges them. Until then the peer keeps the frames in memory."""
+"""The number of received frames after which this rank sends an acknowledgement.
+
+Until then the peer keeps the frames.
+"""
 
 
 class ControlConnection:
-    """The connection to one peer, for sends and receives. Frames arrive in the order in which they were sent.
+    """The connection to one peer, for sends and receives. Frames arrive in the order of the sends.
 
     gloo reports the end of a receive only to a thread that waits for it, so one thread waits for the next frame. No
     thread waits for the end of a send. If the peer is gone when gloo begins a send, gloo loses that send, and a wait
-    for it never ends. A frame is kept until the peer confirms it, or until :meth:`join`.
+    for it never ends. So this object keeps a frame until the peer acknowledges it, or until :meth:`join`.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class ControlConnection:
     def send_data(self, tensor: Tensor, frame: Tensor) -> Any:
         """Send a large message's bytes and then a frame. The peer receives the bytes by :meth:`receive_data`.
 
-        :returns: an object that must be kept, with the tensor, until the peer confirms the message.
+        :returns: an object that the caller must keep, with the tensor, until the peer confirms the message.
         """
         work = self._send(tensor, _DATA)
         self.send(frame)
@@ -101,7 +104,10 @@ class ControlConnection:
         return self._send(frame, _FRAMES)
 
     def join(self) -> None:
-        """Wait for the reader's thread to end, and release the group. The caller must poison the group before."""
+        """Wait for the reader's thread to end, and release the group.
+
+        Before this call, the caller must poison the group.
+        """
         if self._thread.ident is not None:
             self._thread.join()
         with self._sending:
@@ -135,7 +141,7 @@ class ControlConnection:
         self._on_lost(error)
 
     def _wait_for_frame(self) -> bool:
-        """Wait for the next frame. Return False if no more frames arrive."""
+        """Wait for the next frame. Return False if the connection has ended."""
         try:
             return bool(self._slots) and self._slots[0][0].wait(FOREVER)
         except RuntimeError:

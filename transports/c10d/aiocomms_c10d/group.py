@@ -1,4 +1,4 @@
-"""The collectives of a ``torch.distributed`` process group. A call starts one, and its future reports the end."""
+"""The collectives of a ``torch.distributed`` process group. A call starts a collective. A future reports the end."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _RIGHT: Final = {
 
 
 class C10dGroup:
-    """The collectives of a process group. Each call starts one and returns its ``torch.distributed.Work``.
+    """The collectives of a process group. Each call starts a collective, and returns a ``torch.distributed.Work``.
 
-    Data that is only moved travels as bytes.
+    Collectives without a reduction move tensors as bytes.
     """
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
@@ -56,13 +56,13 @@ class C10dGroup:
         return op.kind in _RIGHT.get(dtype, ())
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp) -> Any:
-        """Reduce in place."""
+        """Reduce a tensor in place on all ranks."""
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op.kind]
         return self._group.allreduce([tensor], options)
 
     def reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Any:
-        """Reduce in place on the root. On other ranks ``tensor`` is undefined afterwards."""
+        """Reduce a tensor in place on the root. On other ranks the contents of ``tensor`` are undefined afterwards."""
         options = dist.ReduceOptions()
         options.reduceOp = _OPS[op.kind]
         options.rootRank = root
@@ -75,25 +75,25 @@ class C10dGroup:
         return self._group.broadcast([tensor], options)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Any:
-        """Gather equal numbers of bytes into one tensor."""
+        """Gather the same number of bytes from each rank into one tensor."""
         return self._group._allgather_base(output, tensor)
 
     def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> Any:
-        """Gather equal numbers of bytes into one tensor per rank."""
+        """Gather the same number of bytes from each rank into one tensor per rank."""
         return self._group.allgather([list(outputs)], [tensor])
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Any:
-        """Gather equal numbers of bytes on the root."""
+        """Gather the same number of bytes from each rank on the root."""
         options = dist.GatherOptions()
         options.rootRank = root
         return self._group.gather([list(outputs)] if self.rank == root else [], [tensor], options)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> Any:
-        """Scatter equal numbers of bytes from the root."""
+        """Scatter the same number of bytes to each rank from the root."""
         options = dist.ScatterOptions()
         options.rootRank = root
         return self._group.scatter([output], [list(inputs)] if self.rank == root else [], options)
 
     def exchange(self, output: Tensor, tensor: Tensor, gets: Sequence[int], gives: Sequence[int]) -> Any:
-        """Send ``gives[rank]`` bytes to every rank, and receive ``gets[rank]`` bytes from it."""
+        """Send ``gives[rank]`` bytes to each rank, and receive ``gets[rank]`` bytes from each rank."""
         return self._group.alltoall_base(output, tensor, list(gets), list(gives))

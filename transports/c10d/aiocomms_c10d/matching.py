@@ -1,11 +1,12 @@
 """The matching of one peer's messages with this rank's receives.
 
-A small message travels with its header (eager), and the receiver keeps it until a receive takes it. A large message is
-announced (rendezvous), and sent into the tensor of the matching receive. The thread that brings the second half of a
-match makes the match, so matching does not wait for a busy loop.
+A small message is sent with its header (eager), and the receiver keeps the message until a receive takes it. A large
+message is first announced (rendezvous), and later sent into the tensor of the matching receive. The thread that handles
+the later of the message and the receive makes the match. So a match does not wait for a busy loop.
 
 When a sender abandons the communicator, its program may reuse the tensor at once, while gloo may still be sending it.
-So a frame after the bytes confirms that they are valid. A receive without this confirmation ends with the communicator.
+So a frame after the bytes confirms that the bytes are valid. Without this frame, a receive stays pending until the
+communicator ends.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class PeerMatcher:
             work.complete()
 
     def recv(self, op: ops.Recv, work: Completion) -> None:
-        """Take the oldest matching message, or keep the receive until one arrives."""
+        """Take the oldest matching message, or keep the receive until a message arrives."""
         key = (op.channel, op.tag)
         with self._lock:
             unexpected = self._unexpected.get(key)
@@ -129,7 +130,7 @@ class PeerMatcher:
             work.complete(False)
 
     def probe(self, op: ops.Probe, work: Completion) -> None:
-        """Complete a probe with the oldest message that a receive would take, or keep the probe until one arrives."""
+        """Complete a probe with the oldest message that a receive would take, or keep the probe if there is none."""
         key = (op.channel, op.tag)
         with self._lock:
             unexpected = self._unexpected.get(key)
@@ -170,7 +171,7 @@ class PeerMatcher:
     def close(self, error: CommError) -> None:
         """Fail all ops that wait for the peer, and all later ops, because the peer has closed.
 
-        Receives can still take the peer's earlier eager messages. Messages that are only announced do not arrive.
+        Receives can still take the peer's earlier eager messages. Messages that were only announced do not arrive.
         """
         with self._lock:
             self._close_error = error
@@ -287,7 +288,7 @@ class PeerMatcher:
     def abandon(self) -> None:
         """Invalidate all messages that are being sent, because the program may write into their tensors from now on.
 
-        Any thread or a signal handler may call this method, so it takes no lock.
+        Any thread or a signal handler may call this method, so the method takes no lock.
         """
         self._abandoned = True
         for _, _, frame, _ in list(self._sending.values()):

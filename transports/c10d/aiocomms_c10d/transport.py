@@ -27,10 +27,13 @@ from aiocomms_c10d.matching import PeerMatcher
 from aiocomms_c10d.wire import C10dFrame, C10dHeader
 
 _ABORT_PATIENCE: Final = 2.0
-"""The most seconds for sending the reason of an abort to all peers. A peer whose connection breaks before it has
-received the reason considers this rank dead. Only a peer that does not read takes so long."""
+"""The most seconds for sending the reason of an abort to all peers.
+
+If a connection breaks before the peer has received the reason, the peer considers this rank dead. Only a peer that does
+not read takes so long.
+"""
 _GOODBYE: Final = 2.0
-"""Seconds within which all peers must confirm that they have received all frames. Their loops need not run."""
+"""Seconds within which all peers must confirm that they have received all frames. The peers' loops need not run."""
 
 _RELEASE: Final = 1.0
 """Seconds within which gloo must end its threads. It usually needs some milliseconds."""
@@ -40,8 +43,8 @@ _log = logging.getLogger("aiocomms")
 class C10dTransport(Transport):
     """The transport over a gloo process group, its own or a user's.
 
-    Point-to-point messages and the agreement on collectives are frames, which one thread for each peer receives. Large
-    collectives are gloo's. Only the completion of a rank's works waits for that rank's loop.
+    Point-to-point messages and the agreement on collectives are frames, which one thread for each peer receives. gloo
+    carries large collectives. Only the completion of a rank's works waits for that rank's loop.
     """
 
     capabilities = Capabilities(ops=(ops.P2P - {ops.Batch}) | ops.ARRIVALS | ops.COLLECTIVES | ops.SCANS)
@@ -50,7 +53,7 @@ class C10dTransport(Transport):
         """Start the reader threads.
 
         :param gloo: this communicator's own group, for frames; None if there is only one rank.
-        :param group: the group for large collectives: the same one, or the user's.
+        :param group: the group for large collectives: the same group, or the user's.
         """
         self._rank = rank
         self._gloo = gloo
@@ -104,7 +107,10 @@ class C10dTransport(Transport):
 
     @classmethod
     async def open(cls, rendezvous: Rendezvous, options: Mapping[str, Any]) -> Self:
-        """See :meth:`Transport.open`. Hint ``"adopt"``: a process group for the collectives, which the user keeps."""
+        """See :meth:`Transport.open`.
+
+        Hint ``"adopt"``: the user's process group for the collectives. This transport does not destroy the group.
+        """
         rank, size = rendezvous.rank, rendezvous.size
         if size == 1:
             return cls(rank, size, None, None)
@@ -123,7 +129,7 @@ class C10dTransport(Transport):
         return transport
 
     async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
-        """See :meth:`Transport.split`. It does not pass on an adopted group, which has other ranks than these."""
+        """See :meth:`Transport.split`. The new communicator does not use an adopted group, which has other ranks."""
         return await self.open(rendezvous, {**options, "adopt": None})
 
     @classmethod
@@ -176,7 +182,7 @@ class C10dTransport(Transport):
         return [op.dst] if isinstance(op, ops.Send) else self._agreement.waiting_for(work)
 
     def say(self, rank: int, note: bytes) -> bool:
-        """See :meth:`Transport.say`. The reader's thread receives the note, also while the loop is busy."""
+        """See :meth:`Transport.say`. The peer's reader thread receives the note, also while the peer's loop is busy."""
         if not self._lost.is_set() and rank in self._connections:
             self._connections[rank].send(wire.pack(C10dHeader(wire.NOTE), note))
         return not self._lost.is_set()
@@ -210,7 +216,7 @@ class C10dTransport(Transport):
         self._fail(error)
 
     def _lose_peer(self, peer: int, error: CommError | None) -> None:
-        """Handle the end of the frames of a peer."""
+        """Handle the end of a peer's frames."""
         if self._stopped:
             return
         if error is not None:
@@ -223,7 +229,10 @@ class C10dTransport(Transport):
             self._fail(gone(peer))
 
     def _fail_if_needed(self, peer: int) -> None:
-        """Lose the communicator if a collective needs a peer that has closed. Messages of the peer fail alone."""
+        """Lose the communicator if a collective needs a peer that has closed.
+
+        A failed message does not lose the communicator.
+        """
         if self._agreement.waits_for(peer):
             self._fail(closed_by(peer))
 
@@ -302,10 +311,10 @@ class C10dTransport(Transport):
 def _let_go(groups: list[Any]) -> None:
     """Release the last reference to a gloo group, which ends gloo's threads.
 
-    The release may never end. If a peer is gone when gloo begins a send of a collective, gloo loses that send. The
-    thread that waits for its end notices neither the loss of the peer nor the poison.
+    The release may never return. If a peer is gone when gloo begins a send of a collective, gloo loses that send. The
+    thread that waits for the send's end notices neither the loss of the peer nor a call of ``poison``.
 
-    :param groups: a list with the group. It is emptied.
+    :param groups: a list with the group. This function empties the list.
     """
     try:
         thread = threading.Thread(target=groups.clear, name="aiocomms c10d lets go", daemon=True)

@@ -22,8 +22,8 @@ EAGER, RTS, CTS, DATA, VOID, DONE, CREDIT, CALL, LANDED, ABORT, BYE, BYE_ACK, AC
 """The kinds of frames.
 
 EAGER carries a message with its payload. A large message is announced (RTS), requested (CTS), sent (DATA), invalidated
-while it is being sent (VOID), and received (DONE). CREDIT gives back room for eager messages. CALL is one rank's
-announcement of a collective. LANDED reports that gloo is done with that rank's tensors. ABORT ends the communicator
+while it is being sent (VOID), and received (DONE). CREDIT permits more bytes of eager messages. CALL is one rank's
+announcement of a collective. LANDED reports that gloo is done with the sender's tensors. ABORT ends the communicator
 with a reason, BYE without one, and BYE_ACK confirms a BYE. ACK has the number of frames that have arrived. NOTE is a
 note from one rank's core to another rank's core."""
 
@@ -66,7 +66,7 @@ _REASONS: Final = ("CommAbortedError", "PeerDiedError", "MismatchError", "CommTi
 
 
 class C10dHeader(NamedTuple):
-    """A frame's header. A field that a kind does not use is 0.
+    """A frame's header. A field is 0 if the frame's kind does not use it.
 
     :param ident: the number of a large message or of a collective, or an amount.
     :param nbytes: the size of the message, or of the payload in this frame.
@@ -90,7 +90,7 @@ class C10dHeader(NamedTuple):
 
 
 class C10dFrame(NamedTuple):
-    """A received frame. Its payload is a view of a buffer that a later frame overwrites."""
+    """A received frame. Later frames overwrite the buffer of its payload."""
 
     header: C10dHeader
     text: bytes
@@ -166,7 +166,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def pack_error(error: CommError, rank: int, call: int) -> Tensor:
-    """Make the frame that tells a peer the reason of this rank's abort.
+    """Make the frame with the reason of this rank's abort, for a peer.
 
     :param call: the number of the collective on which ranks disagree, or -1.
     """

@@ -1,8 +1,8 @@
-"""Transport ``local``: the ranks are tasks of one process. It is the reference for the meaning of every operation.
+"""Transport ``local``: the ranks are tasks of one process. This transport defines the meaning of every operation.
 
-The code is meant to be read. :mod:`~aiocomms_local.semantics` defines the effect of each collective on the ranks'
-tensors. :mod:`~aiocomms_local.matching` matches the operations that the ranks call. :mod:`~aiocomms_local.transport`
-is the plug-in.
+The code is short and readable. :mod:`~aiocomms_local.semantics` defines the effect of each collective on the ranks'
+tensors. :mod:`~aiocomms_local.matching` matches the operations that the ranks call. :mod:`~aiocomms_local.transport` is
+the plug-in.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ Done = list[tuple[int, Completion, Any]]
 """The works that are complete now. Each entry is a rank, its work, and the work's value or :class:`CommError`."""
 
 Key = tuple[int, int, int, int]
-"""Source, destination, channel and tag. A send and a receive match if these are equal."""
+"""Source, destination, channel and tag. A send and a receive match if all four are equal."""
 
 
 class LocalRank(Protocol):
@@ -51,7 +51,7 @@ class SharedMatcher:
         self._sends: defaultdict[Key, deque[tuple[ops.Send, Completion]]] = defaultdict(deque)
         self._recvs: defaultdict[Key, deque[tuple[ops.Recv, Completion]]] = defaultdict(deque)
         self._probes: defaultdict[Key, list[tuple[ops.Probe, Completion]]] = defaultdict(list)
-        """The probes that no send matches yet."""
+        """The probes without a matching send."""
         self._collectives: dict[int, dict[int, tuple[Any, Completion]]] = {}
         """The collectives that some ranks have not called yet, by number and then by rank."""
         self._windows: list[LocalWindow] = []
@@ -161,14 +161,14 @@ class SharedMatcher:
         return [peer for peer in (_peer(op),) if peer is not None]
 
     def _lose(self, calls: dict[int, tuple[Any, Completion]], error: CommError) -> Done:
-        """Lose the communicator because a collective cannot be performed, for example because ranks disagree on it."""
+        """Lose the communicator because a collective cannot be performed, for example because calls differ."""
         self.failure = error
         return [(r, w, error) for r, (_, w) in calls.items()]
 
     # ---------------------------------------------------------------------------------------- ranks that close
 
     def leave(self, rank: int) -> Done:
-        """Close a rank, and fail only the works that still need this rank.
+        """Close a rank. Fail the works that need this rank, and no others.
 
         If one of these works is a collective, the whole communicator is lost.
         """
@@ -207,7 +207,7 @@ def _transfer(send: ops.Send, recv: ops.Recv, src: int) -> Any:
 
 
 def _resized(records: Sequence[ops.Op]) -> CommError | None:
-    """Return the error of a collective if one of its tensors has lost its memory, else None. Torch would crash."""
+    """Return the error of a collective if one of its tensors has no memory, else None. Otherwise torch would crash."""
     for rank, record in enumerate(records):
         if not all(has_room(tensor) for _, tensor in record.reads() + record.writes()):
             return _too_small(rank)

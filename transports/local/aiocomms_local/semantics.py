@@ -1,4 +1,4 @@
-"""The semantics of each collective: its effect on the tensors in the ranks' records, which are in rank order."""
+"""The semantics of each collective: the effect on the ranks' tensors. The ranks' records are in rank order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def perform(records: Records) -> None:
     """Perform a collective that all ranks have called.
 
     :param records: one record per rank, all of the same kind.
-    :raises MismatchError: the ranks' tensors do not fit each other. No tensor was written.
+    :raises MismatchError: the ranks' tensors have incompatible shapes or dtypes. No tensor was written.
     """
     _SEMANTICS[records[0].kind](records)
 

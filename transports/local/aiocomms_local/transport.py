@@ -28,9 +28,9 @@ _COLLECTIVE: frozenset[type[ops.Op]] = _PERFORMED | {ops.WindowOpen, ops.WindowC
 class LocalTransport(Transport):
     """The transport between ranks that are tasks of one process, in one event loop or in the loops of several threads.
 
-    ``post`` does all the work. The last of the two ends of a message, or of the calls of a collective, moves the data
-    and completes the works of all ranks. A send of any size waits for its receive, so this transport exposes programs
-    that rely on buffering.
+    ``post`` does all the work. The later call of a send and its receive, and the last call of a collective, moves the
+    data and completes the works of all ranks. A send of any size waits for its receive, so this transport exposes
+    programs that rely on buffering.
     """
 
     capabilities = Capabilities(
@@ -62,7 +62,7 @@ class LocalTransport(Transport):
 
     @classmethod
     def preference(cls, device: torch.device, size: int, family: ops.Family) -> int:
-        """See :meth:`Transport.preference`. It is the obvious choice for a communicator of one rank."""
+        """See :meth:`Transport.preference`. This transport is the obvious choice for a communicator of one rank."""
         return 100 if size == 1 else 0
 
     @classmethod
@@ -115,7 +115,10 @@ class LocalTransport(Transport):
             self._spread(failure)
 
     def progress(self) -> bool:
-        """See :meth:`Transport.progress`. It completes the works that ranks in other threads have handed over."""
+        """See :meth:`Transport.progress`.
+
+        This method completes the works that ranks in other threads have passed on.
+        """
         return self._inbox.drain()
 
     def fileno(self) -> int | None:
@@ -133,7 +136,7 @@ class LocalTransport(Transport):
             return self._matcher.waiting_for(work.op, work)
 
     def say(self, rank: int, note: bytes) -> bool:
-        """See :meth:`Transport.say`. The other rank hears it on this thread."""
+        """See :meth:`Transport.say`. The other rank's ``on_note`` runs on this thread."""
         transport = self._matcher.ranks[rank]
         if transport is not None:
             transport.on_note(self._rank, note)
@@ -180,7 +183,7 @@ class LocalTransport(Transport):
             self._inbox.put(conclude, work, value)
 
     def _spread(self, failure: CommError) -> None:
-        """Tell every rank that is open that the communicator is lost."""
+        """Notify every open rank that the communicator is lost."""
         for transport in list(self._matcher.ranks):
             if transport is not None and transport is not self:
                 transport.on_failure(failure)

@@ -25,7 +25,7 @@ class LocalWindow:
         """The waits that no signal has ended yet, by source and destination."""
 
     def act(self, op: Any, rank: int, work: Completion) -> list[tuple[int, Completion, Any]]:
-        """Perform an operation of rank ``rank``.
+        """Perform an operation that rank ``rank`` has called.
 
         :returns: the works that are complete now, each with its rank and its value.
         """

@@ -22,11 +22,14 @@ Key = tuple[int, int, int]
 _PAUSE: Final = 0.05
 """Seconds between two attempts to connect to a rank."""
 _CALLS: Final = 10
-"""The number of failed attempts to connect after which a rank counts as dead. The network cuts some attempts."""
+"""The number of failed attempts to connect after which a rank counts as dead.
+
+The simulated network cuts some attempts.
+"""
 
 
 class Sent:
-    """A message. Its bytes are read from the sender's tensor when a receive matches the message."""
+    """A message. When a receive matches the message, the bytes are read from the sender's tensor."""
 
     def __init__(self, op: ops.Send, number: int) -> None:
         self.channel, self.tag, self.number = op.channel, op.tag, number
@@ -177,7 +180,7 @@ class NetTransport(Transport):
                 self._leave(peer)
 
     def _end(self) -> None:
-        """Note that the communicator is lost. Copy unmatched messages, because other ranks may read them later."""
+        """Mark the communicator as lost. Copy unmatched messages, because other ranks may read them later."""
         if not self._ended:
             self._ended = True
             for peer in self._peers.values():
@@ -215,7 +218,7 @@ class NetTransport(Transport):
     # ---------------------------------------------------------------------------------- beside and after operations
 
     def progress(self) -> None:
-        """See :meth:`Transport.progress`. It does nothing, because the network calls this transport."""
+        """See :meth:`Transport.progress`. This method does nothing, because the network calls this transport."""
 
     def fileno(self) -> None:
         """See :meth:`Transport.fileno`."""
@@ -276,7 +279,7 @@ async def _meet(rendezvous: Rendezvous) -> dict[int, clock.Conduit]:
     """Connect to every lower rank, and accept a connection from every higher rank.
 
     :raises CommTimeoutError: a rank did not connect in time.
-    :raises PeerDiedError: a lower rank does not listen, and has no connection with this rank.
+    :raises PeerDiedError: a lower rank does not accept connections, and is not connected to this rank.
     """
     assert clock.simulation is not None
     network = clock.simulation.network
@@ -309,13 +312,16 @@ class _Calling:
         self._deaf: int | None = None
 
     def arrived(self, conduit: clock.Conduit, peer: int) -> None:
-        """Store a connection with a rank. It replaces an earlier connection, which that rank has given up."""
+        """Store a connection with a rank.
+
+        The connection replaces an earlier connection, which that rank has given up.
+        """
         self.conduits[peer] = conduit
         if len(self.conduits) == self._rendezvous.size - 1:
             self.complete.set()
 
     async def call(self, peer: int, address: bytes) -> None:
-        """Connect to a rank, and retry until it answers. A rank that does not answer counts as dead."""
+        """Connect to a rank, and retry until the rank answers. A rank that does not answer counts as dead."""
         for _ in range(_CALLS):
             answered, answers = anyio.Event(), list[bool]()
 
@@ -339,7 +345,7 @@ class _Calling:
     def check(self) -> None:
         """Raise an error if a rank is missing.
 
-        :raises PeerDiedError: a rank does not listen.
+        :raises PeerDiedError: a rank does not accept connections.
         :raises CommTimeoutError: a rank did not connect in time.
         """
         if self._deaf is not None:
@@ -351,7 +357,7 @@ class _Calling:
             raise CommTimeoutError(late, late=absent)
 
     def close(self) -> None:
-        """Close all connections, and tell the other ranks, which may have opened the communicator already."""
+        """Close all connections, and notify the other ranks, which may have opened the communicator already."""
         given_up = lowlevel.Reason("CommAbortedError", "it gave up while the ranks connected", self._rendezvous.rank)
         for conduit in self.conduits.values():
             conduit.send(Aborted(given_up))
