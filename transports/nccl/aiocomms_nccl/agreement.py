@@ -1,8 +1,9 @@
-"""The agreement of the ranks: they compare the collectives that they call, and notice ranks that close, abort or die.
+"""The agreement of the ranks: the ranks compare the collectives that they call, and handle a close, abort or death.
 
-NCCL waits without end for a rank that calls another collective. A quick collective costs no frame, and its rank keeps
-only a description for a while. A rank sends the description to the other ranks after some milliseconds of waiting.
-They compare the description with their own. One frame to each rank describes all collectives called until then.
+NCCL waits without end for a rank that calls a different collective. A quick collective costs no frame: each rank only
+keeps a description of its call for a while. If a collective waits for some milliseconds, its rank sends a frame to each
+other rank. The frame describes all calls since the last frame. The other ranks compare these descriptions with their
+own calls.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _NONE: Final = -1
 _KEPT: Final = 32
 """The number of latest calls that a rank remembers."""
 TELL_AFTER: Final = 0.005
-"""Seconds after which a waiting collective is described to the other ranks. Most collectives end sooner."""
+"""Seconds after which a rank describes a waiting collective to the other ranks. Most collectives end sooner."""
 _TEXT: Final = 1000
 """The most characters of a description."""
 
@@ -39,11 +40,11 @@ class LaneFrames(Protocol):
         """
 
     def leave(self, rank: int) -> None:
-        """Note that a rank has closed."""
+        """Handle the close of a rank."""
 
 
 class NcclAgreement:
-    """This rank's knowledge of the other ranks, and the collectives that are under way with them."""
+    """The other ranks' calls and closes, as known to this rank, and this rank's pending collectives."""
 
     def __init__(
         self, control: Control, rank: int, detects_mismatch: bool, fail: Callable[[CommError], object]
@@ -73,7 +74,7 @@ class NcclAgreement:
     # ----------------------------------------------------------------------------------------- this rank's own part
 
     def call(self, op: ops.Op, work: Completion | None) -> int:
-        """Note that this rank has called a collective, and that NCCL has enqueued it.
+        """Record that this rank has called a collective, and that NCCL has enqueued the collective.
 
         :param work: the work that :meth:`data_moved` completes; None if the collective was captured.
         :returns: the number of the collective.
@@ -90,7 +91,7 @@ class NcclAgreement:
         return index
 
     def data_moved(self, index: int) -> None:
-        """Complete a collective whose data NCCL has moved, or keep it until all ranks have announced their calls."""
+        """Complete a collective whose data NCCL has moved; or first wait until all ranks have announced their calls."""
         if self._detects_mismatch and self._log.waiting_for(index):
             self._data_moved[index] = self.pending[index]
         else:
@@ -111,7 +112,7 @@ class NcclAgreement:
         return self._log.waiting_for(found[0]) if found else ()
 
     def tell_soon(self) -> None:
-        """Schedule a description of this rank's calls for the other ranks, because one of its collectives waits."""
+        """Schedule a frame that describes this rank's calls, because one of its collectives waits."""
         if not self._control.reminds and self._log.has_news:
             self._remind()
 
@@ -161,7 +162,11 @@ class NcclAgreement:
             self._tell_due()
 
     def _tell_due(self) -> None:
-        """Describe this rank's calls to all ranks if a collective has waited since the reminder, else to owed ranks."""
+        """Describe this rank's calls to other ranks after a reminder.
+
+        If a collective has waited since the reminder was set, all ranks get a description. Otherwise only the ranks
+        that have described their own calls get a description.
+        """
         owed, self._owed = self._owed, set()
         first = next(iter(self.pending), self._waits)
         for peer in self._control.peers if first < self._waits else owed:
@@ -217,14 +222,14 @@ class NcclAgreement:
             self._fail_if_needed(index)
 
     def _fail_if_needed(self, index: int) -> None:
-        """Fail a pending collective if a rank has closed without calling it."""
+        """Fail a pending collective if a rank has closed and has not called the collective."""
         for peer, calls in self._left.items():
             if index >= calls:
                 self._dispute(index, closed_by(peer))
                 return
 
     def _dispute(self, index: int, error: CommError) -> None:
-        """Lose the communicator because of one collective."""
+        """Lose the communicator because ranks disagree on one collective."""
         self._disputed = index
         work = self.pending.get(index)
         if work is not None and not work.done():
@@ -239,7 +244,7 @@ class OwnCall(msgspec.Struct):
     gives: list[int]
     """Bytes that this rank sends to each rank, if these may differ from rank to rank; else empty."""
     takes: list[int]
-    """Bytes that this rank receives from each rank, under the same condition."""
+    """Bytes that this rank receives from each rank, if these may differ from rank to rank; else empty."""
 
     def text(self) -> str:
         """Return the text that describes the call to other ranks."""
@@ -268,9 +273,9 @@ class _CallLog:
         self._others: dict[int, dict[int, wire.DescribedCall]] = {}  # the others' calls that this rank has not made yet
 
     def call(self, op: ops.Op) -> tuple[int, MismatchError | None]:
-        """Note that this rank calls a collective.
+        """Record that this rank calls a collective.
 
-        :returns: the number of the collective; and the error, if a rank is known to call another collective.
+        :returns: the number of the collective; and the error, if another rank is known to call a different collective.
         """
         index = self.calls
         self.calls = index + 1
@@ -287,7 +292,7 @@ class _CallLog:
         return any(told < self.calls for told in self._told.values())
 
     def news_for(self, peer: int) -> wire.Calls | None:
-        """Return the calls that a rank does not know yet; None if it knows all calls."""
+        """Return the calls that a rank does not know yet; None if the rank knows all calls."""
         told = self._told.get(peer, self.calls)
         if told == self.calls:
             return None
@@ -299,7 +304,7 @@ class _CallLog:
         return wire.Calls(self.calls, last)
 
     def hear(self, peer: int, news: wire.Calls) -> tuple[int, MismatchError] | None:
-        """Compare the calls of a rank with this rank's calls.
+        """Compare another rank's calls with this rank's calls.
 
         :returns: the number and the error of the first call that differs; None if all calls match.
         """

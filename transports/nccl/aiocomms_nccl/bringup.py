@@ -174,7 +174,7 @@ def _close(sockets: Mapping[int, socket.socket]) -> None:
 
 
 def _address(rendezvous: Rendezvous, hellos: Sequence[NcclHello]) -> str:
-    """Return the address at which the other ranks reach this rank. It blocks if ranks are on other hosts."""
+    """Return the address at which the other ranks reach this rank. The call blocks if ranks are on other hosts."""
     mine = hellos[rendezvous.rank]
     others = [record.name for record in hellos if record.host != mine.host]
     return reachable_address(others, rendezvous.store) if others else LOOPBACK
@@ -209,7 +209,7 @@ def _connect_all(
 
 
 def _accept(listener: socket.socket, token: bytes) -> tuple[int, socket.socket]:
-    """Return the rank of the next connection, or -1 if it did not present the token, and the connection."""
+    """Return the next connection and its rank; the rank is -1 if the connection did not present the token."""
     connection, _ = listener.accept()
     connection.settimeout(_PATIENCE)
     with contextlib.suppress(OSError):

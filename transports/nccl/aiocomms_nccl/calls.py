@@ -1,4 +1,4 @@
-"""The plans of ops. A plan is a list of NCCL and CUDA calls, given as numbers, which launchers carry out."""
+"""The plans of ops. A plan lists NCCL and CUDA calls as tuples of numbers. A launcher makes these calls."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Kernel = Callable[[], object]
 
 
 class CallPlan(NamedTuple):
-    """The work that is enqueued for an op, in order: kernels, copies, NCCL calls in one group, and more kernels."""
+    """The work that is enqueued for an op, in order: kernels, copies, a group of NCCL calls, and more kernels."""
 
     calls: list[Call]
     before: Sequence[Kernel] = ()
     after: Sequence[Kernel] = ()
     kept: Sequence[Tensor] = ()
-    """The temporary memory that the plan uses. It is kept until the op is done."""
+    """The temporary memory that the plan uses. The launcher keeps this memory until the op is done."""

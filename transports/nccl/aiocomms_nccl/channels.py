@@ -1,9 +1,10 @@
 """The channels of lanes: a few NCCL communicators of all ranks, each with its own stream, so that lanes overlap.
 
-The ranks form the channels when the log gets its first entry, because all ranks then wait for that collective.
-The number of a lane determines its channel. So the collectives of a lane run one after the other, and ranks need not
-agree on the channel. Each rank launches the collectives of all channels in the order of the log. CUDA has fewer queues
-than streams, so one collective may wait for another. In the order of the log, the later collective waits on all ranks.
+The ranks form the channels when the sequencer's log gets its first entry, because all ranks then wait for that
+collective. A lane's number determines the lane's channel. So the collectives of a lane run one after the other, and
+ranks need not agree on the channel. Each rank launches the collectives of all channels in the order of the log. CUDA
+has fewer queues than streams, so a collective of one channel may wait for a collective of another channel. Because of
+the order, the later of the two waits on all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from aiocomms_nccl.collectives import CommStream
 from aiocomms_nccl.direction import AT_ONCE, Forming
 
 CHANNELS: Final = 4
-"""The number of channels, and so of lanes that run at the same time. Each costs the memory of a NCCL communicator."""
+"""The number of channels, and so of lanes that run at the same time. A channel costs a NCCL communicator's memory."""
 
 
 class PostedInLane:
@@ -70,7 +71,7 @@ class LaneChannels:
     def __init__(self, owner: ChannelsOwner, ended: Callable[[PostedInLane], object]) -> None:
         """Start with channels that are not formed.
 
-        :param ended: called with each collective that the GPU has done.
+        :param ended: called with each collective that the GPU has finished.
         """
         self.begun = False
         """True once this rank has begun to form the channels."""
@@ -87,7 +88,7 @@ class LaneChannels:
         return [it.comm_stream for it in list(self._channels) if it.under_way or not busy]
 
     def add(self, posted: PostedInLane) -> None:
-        """Launch a collective that is in the log, after all earlier ones."""
+        """Launch a collective that is in the log, after all earlier collectives of the log."""
         self._ordered.append(posted)
         self._flush()
 

@@ -1,4 +1,4 @@
-"""The plan of each collective. :class:`CommStream` carries plans out on one stream of the GPU."""
+"""The plan of each collective. :class:`CommStream` enqueues plans on one stream of the GPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NOTHING: Final = CallPlan([])
 
 
 def no_memory(what: str, error: Exception) -> CommError:
-    """Return the error of an op for whose temporary GPU memory there is no room."""
+    """Return the error of an op that needs temporary GPU memory when none is free."""
     return CommError(
         f"there is no GPU memory for what {what} needs beside its tensors; nothing was sent on this rank. "
         f"Free some, and call it again: {str(error).partition(chr(10))[0]}"
@@ -50,7 +50,7 @@ def no_memory(what: str, error: Exception) -> CommError:
 
 
 class CommStream:
-    """One rank's NCCL communicator and the stream on which all its calls are enqueued."""
+    """One rank's NCCL communicator, and the stream on which all calls of this communicator are enqueued."""
 
     def __init__(
         self, cuda: Cuda, library: Nccl, comm: NcclComm, rank: int, size: int, scratch: Tensor, high: bool
@@ -74,7 +74,10 @@ class CommStream:
         self._scratch = scratch
         self._high = high
         self.meeting: Final = CallPlan([(ALL_REDUCE, self._given, self._got, 1, nccl.UINT8, nccl.SUM, NONE)])
-        """The plan of a barrier between the ranks' streams. NCCL ignores empty collectives, so it reduces one byte."""
+        """The plan of a barrier between the ranks' streams.
+
+        The barrier reduces one byte, because NCCL ignores empty collectives.
+        """
 
     def like(self, comm: NcclComm, rank: int, size: int) -> CommStream:
         """Return a stream for another communicator of this rank, with the same options."""
@@ -128,9 +131,11 @@ class CommStream:
             comm.recv(recv, count, dtype, peer, stream)
 
     def warm(self, sends: bool | None = None) -> None:
-        """Open all of NCCL's connections, which NCCL's first calls would open and block. It blocks, off the loop.
+        """Open all of NCCL's connections in this blocking call.
 
-        :param sends: whether this rank is the sender of a direction; None if every rank sends to every rank.
+        Otherwise NCCL's first calls would open them, and block.
+
+        :param sends: whether this rank sends in a :class:`Direction`; None if every rank sends to every rank.
         """
         if sends is None:
             self.carry_out(self.meeting)
@@ -153,7 +158,10 @@ class CommStream:
         return [(COPY, given, taken, nbytes, NONE, NONE, NONE)] if nbytes and given != taken else []
 
     def send(self, tensor: Tensor, peer: int) -> Call:
-        """Return a send to a rank. An empty tensor is sent as one byte, so that its send also synchronises."""
+        """Return a send to a rank.
+
+        An empty tensor is sent as one byte, so that this send also waits for its receive.
+        """
         pointer, nbytes = (tensor.data_ptr(), tensor.nbytes) if tensor.numel() else (self._given, 1)
         return SEND, pointer, NONE, nbytes, nccl.UINT8, NONE, peer
 
@@ -165,7 +173,7 @@ class CommStream:
     def scaled(self, how: Reduction, factor: float, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Kernel]]:
         """Return the tensors that NCCL reads, and the kernels that write them.
 
-        The tensors are the given ones, or their products with the factor in temporary memory of the stream.
+        The tensors are the given tensors, or their products with the factor, in temporary memory of the stream.
 
         :raises torch.OutOfMemoryError: there is no memory. No kernel was enqueued.
         """

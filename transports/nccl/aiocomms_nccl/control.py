@@ -1,4 +1,7 @@
-"""The control connections, one to each other rank. They carry frames. A connection ends when its rank ends."""
+"""The control connections, one to each other rank.
+
+The connections carry frames. A connection ends when its rank ends.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _MONOTONIC: Final = 1  # CLOCK_MONOTONIC
 
 
 class _Reminder:
-    """A timer as a descriptor (``timerfd``), which becomes readable once. Transports have no other timers."""
+    """A timer whose descriptor (``timerfd``) becomes readable once. Transports have no other timers."""
 
     def __init__(self) -> None:
         """Make the descriptor, with no time set.
@@ -54,7 +57,7 @@ class Control:
     """All control connections, and a descriptor that wakes the loop for a frame, a reminder or :meth:`wake`."""
 
     def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
-        """Take over connections.
+        """Own the connections from now on.
 
         :param sockets: a connection to each other rank.
         """
@@ -82,7 +85,7 @@ class Control:
         self._epoll.register(fd, select.EPOLLIN)
 
     def remind(self, seconds: float) -> None:
-        """Wake the loop once after ``seconds``, and let :meth:`reminded` return True then; 0 means the next turn.
+        """Wake the loop once after ``seconds``; then :meth:`reminded` returns True. 0 means the loop's next turn.
 
         A second call before that time has no effect. Only the loop's thread calls this method.
         """
@@ -102,7 +105,7 @@ class Control:
             self.wake()
 
     def reminded(self) -> bool:
-        """Return True once after the time of :meth:`remind` has come, else False."""
+        """Return True once after the time that :meth:`remind` has set, else False."""
         if not self._due:
             return False
         self._due = self.reminds = False
@@ -123,7 +126,8 @@ class Control:
     def poll(self) -> list[tuple[int, Frame | ProtocolError | None]]:
         """Return the frames that have arrived, each with its sender's rank.
 
-        An error in place of a frame means that the rank's bytes are invalid. None means that its connection has ended.
+        An error in place of a frame means that the rank's bytes are invalid. None means that the rank's connection has
+        ended.
         """
         self._waker.clear()
         frames: list[tuple[int, Frame | ProtocolError | None]] = []
@@ -185,7 +189,7 @@ class Control:
         connection.close()
 
     def close(self, patience: float) -> None:
-        """Send all unsent frames, and close all connections. It blocks, off the loop.
+        """Send all unsent frames, and close all connections. This method blocks, off the loop.
 
         :param patience: the most seconds for the sends to each rank.
         """

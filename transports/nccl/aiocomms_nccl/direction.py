@@ -1,8 +1,8 @@
 """A direction from one rank to another: a NCCL communicator of the two ranks, with its own stream.
 
-The receiver makes the communicator's id and sends it to the sender. Both ranks join the communicator, each in a thread.
-NCCL never gives up a join or a message for which the other rank does not come. So a rank that closes tells the other
-rank its progress in each direction, and the other rank ends the messages beyond that.
+The receiver makes the communicator's id, and sends the id to the sender. Both ranks join the communicator, each in a
+thread. If the other rank is missing, NCCL waits without end for a join or a message. So a rank that closes reports its
+progress in each direction to the other rank. The other rank then ends the messages that the closed rank does not carry.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from aiocomms_nccl.nccl import Nccl, NcclComm
 _SENDER: Final = 0
 """The sender's rank in a direction's communicator. The receiver's rank is 1."""
 AT_ONCE: Final = 16
-"""The most messages of a direction, or collectives of a channel, that NCCL has at once.
+"""The most messages of a direction, or collectives of a channel, that are enqueued in NCCL at once.
 
 CUDA blocks a thread that enqueues too many calls. If receives blocked the loops of two ranks, neither rank would post
-the sends for which these receives wait."""
+the sends that the other rank's receives wait for."""
 
 
 class Forming(Protocol):
@@ -62,15 +62,18 @@ class Posted:
 
 
 class Direction:
-    """The messages from one rank to another. Methods run on the loop's thread, unless they say otherwise."""
+    """The messages from one rank to another.
+
+    Methods run on the loop's thread, unless their docstrings say otherwise.
+    """
 
     def __init__(self, owner: Forming, sends: bool) -> None:
-        """Make a direction that is not formed yet. Messages wait until it is.
+        """Make a direction that is not formed yet. Messages wait until the direction is formed.
 
         :param sends: whether this rank is the sender.
         """
         self.comm_stream: CommStream | None = None
-        """The communicator; None before it is formed and after it is ended."""
+        """The communicator; None before it has formed and after it has ended."""
         self.begun = False
         """True once this rank has begun to form the communicator."""
         self.carried = 0
@@ -119,7 +122,10 @@ class Direction:
             self._flush()
 
     def add(self, posted: Posted, nbytes: int, outcome: Any) -> None:
-        """Carry a message after all earlier messages of the direction. Both ranks add messages in the same order."""
+        """Send or receive a message after all earlier messages of the direction.
+
+        Both ranks add messages in the same order.
+        """
         self._waiting.append((posted, nbytes, outcome))
         self._flush()
 
@@ -145,7 +151,7 @@ class Direction:
         self._flush()
 
     def close_peer(self, carried: int, begun: bool, error: CommError) -> None:
-        """End the messages that the other rank does not carry, because it has closed.
+        """End the messages that the other rank does not carry, because that rank has closed.
 
         :param carried: the number of messages that the other rank has given to NCCL.
         :param begun: whether the other rank has begun to form the direction.
@@ -173,8 +179,8 @@ class Direction:
     def release(self, error: CommError) -> bool:
         """Release a thread that waits for a missing rank: another thread joins in the place of that rank.
 
-        NCCL has no other way to end a join. If NCCL accepts two ranks on one GPU, the threads abort the communicator.
-        Otherwise both joins fail. Any thread may call this method.
+        NCCL has no other way to end a join. If NCCL accepts two ranks on one GPU, the second thread then aborts the
+        communicator. Otherwise both joins fail. Any thread may call this method.
 
         :returns: whether a thread waits.
         """

@@ -1,8 +1,8 @@
 """The reductions that NCCL can do, and the NCCL dtypes and operators that represent torch's.
 
-Data that is only moved travels as bytes. A reduction is native if NCCL has the dtype, or another dtype with the same
-arithmetic. For sums, a complex number is two real numbers. A bool is a byte of 0 or 1: its minimum is "and", its
-maximum is "or", and its sum is odd if "xor" is true. The core expresses every other reduction as messages.
+Ops that only move data move bytes. A reduction is native if NCCL has the dtype, or another dtype with the same
+arithmetic. For sums, a complex number is two real numbers. A bool is a byte of 0 or 1: the minimum is "and", and the
+maximum is "or". "xor" is true if the sum is odd. The core expresses every other reduction as messages.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ REDUCTIONS: Final = {
 
 
 class Reduction(NamedTuple):
-    """NCCL's way to reduce a dtype."""
+    """The steps by which NCCL reduces a dtype."""
 
     dtype: int
     parts: int
@@ -64,7 +64,7 @@ class Reduction(NamedTuple):
 
 
 def reduction(op: ReduceOp, dtype: torch.dtype) -> Reduction:
-    """Return NCCL's way to do a reduction that is in :data:`REDUCTIONS`."""
+    """Return NCCL's dtype, operator and steps for a reduction that is in :data:`REDUCTIONS`."""
     return _reduction(op.kind, dtype)
 
 

@@ -1,9 +1,9 @@
 """The collectives of lanes on one rank, and the common log of all ranks that orders their launch.
 
 Each rank announces its calls to the sequencer on rank 0. The sequencer sends the log to all ranks in frames on the
-control connections. All ranks have called each collective in the log. A rank that gives a lane up tells the sequencer,
-and the sequencer answers with the lane's end in the log. The lane's collectives before that end complete on all ranks.
-No later collective of the lane is launched.
+control connections. A collective is in the log only after all ranks have called it. A rank that gives up a lane
+notifies the sequencer. The sequencer answers when the lane gets no more entries in the log. The lane's collectives in
+the log complete on all ranks. No other collective of the lane is launched.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from aiocomms_nccl.control import Control
 from aiocomms_nccl.sequencer import Sequencer
 
 SEQUENCER: Final = 0
-"""The rank that makes the log."""
+"""The rank whose sequencer makes the log."""
 _TURNS: Final = 8
-"""The turns of the loop without frames after which waiting ranks learn which ranks they wait for."""
+"""The turns of the loop without frames after which the sequencer names the missing ranks to the waiting ranks."""
 
 
 class LaneOwner(ChannelsOwner, Protocol):
@@ -53,13 +53,16 @@ class _Lane:
         self.ordered: list[PostedInLane] = []
         """The collectives that are in the log."""
         self.error: CommError | None = None
-        """The error with which the lane was given up. It ends :attr:`waiting` when the sequencer ends the lane."""
+        """The error with which the lane was given up.
+
+        The :attr:`waiting` collectives get it when the sequencer ends the lane.
+        """
         self.missing: Sequence[int] = ()
         """The ranks that are known not to have called the first collective in :attr:`waiting`."""
 
 
 class LaneLog:
-    """The lanes of one rank. Methods run on the loop's thread, unless they say otherwise."""
+    """The lanes of one rank. Methods run on the loop's thread, unless their docstrings say otherwise."""
 
     def __init__(self, owner: LaneOwner) -> None:
         self._owner = owner
@@ -114,7 +117,7 @@ class LaneLog:
             self._end(lane)
 
     def leave(self, rank: int) -> None:
-        """Note that a rank has closed. Collectives that need the rank fail."""
+        """Handle the close of a rank. Collectives that need the rank fail."""
         if self._sequencer is not None:
             self._sequencer.leave(rank)
         elif rank == SEQUENCER:
@@ -124,12 +127,14 @@ class LaneLog:
                 self._end(lane)
 
     def end_of(self, work: Completion) -> Any:
-        """Return the end of a launched collective for :meth:`Launcher.wait_stream`; None if it is not launched."""
+        """Return the end of a collective for :meth:`Launcher.wait_stream`; None if the collective is not launched."""
         posted = self._posted.get(work)
         return None if posted is None else posted.end
 
     def waiting_for(self, work: Completion) -> Sequence[int] | None:
-        """Return the ranks for which a collective or an earlier one of its lane waits. Any thread may call this method.
+        """Return the ranks for which a collective, or an earlier collective of its lane, waits.
+
+        Any thread may call this.
 
         :returns: the ranks; None if the collective belongs to no lane.
         """
@@ -157,7 +162,7 @@ class LaneLog:
     # -------------------------------------------------------------------------------------------- frames to other ranks
 
     def _soon(self) -> None:
-        """Send the first call or entry of a turn of the loop at once. Send the others together in the next turn."""
+        """Send the first call or entry in a turn of the loop at once. Send the others together in the next turn."""
         if self._fresh and (self._calls or self._entries):
             self._fresh = False
             self._flush()
@@ -194,7 +199,7 @@ class LaneLog:
                 self._launch(lane)
 
     def _tell_news(self, sequencer: Sequencer) -> None:
-        """Tell each waiting rank for which ranks it waits."""
+        """Send each waiting rank the numbers of the ranks for which it waits."""
         waits: dict[int, list[tuple[int, list[int]]]] = {}
         for lane, ranks, missing in sequencer.news():
             for rank in ranks:
@@ -222,7 +227,7 @@ class LaneLog:
     def _obey(
         self, frame: wire.LaneEntries | wire.LaneEnd | wire.LaneFault | wire.LaneWaits | wire.FormChannels
     ) -> None:
-        """Act on a frame of the sequencer."""
+        """Act on a frame from the sequencer."""
         if isinstance(frame, wire.LaneEntries):
             for lane in frame.lanes:
                 self._launch(lane)
@@ -285,7 +290,7 @@ class LaneLog:
     # ---------------------------------------------------------------------------------------------- ends of collectives
 
     def _ended(self, posted: PostedInLane) -> None:
-        """End a collective that the GPU has completed. The collective keeps its tensors until then."""
+        """End a collective that the GPU has completed. Its tensors were kept until now."""
         found = self._lanes[posted.lane]
         found.ordered.remove(posted)
         self._forget(posted, found)
@@ -297,7 +302,7 @@ class LaneLog:
             del self._lanes[posted.lane]
 
     def _end(self, lane: int) -> None:
-        """End the waiting collectives of a lane that was given up. They do not enter the log."""
+        """End the waiting collectives of a lane that was given up, because they never enter the log."""
         found = self._lanes.get(lane)
         while found is not None and found.waiting:
             posted = found.waiting.popleft()
@@ -306,7 +311,7 @@ class LaneLog:
             conclude(posted.work, found.error)
 
     def _fail(self, lane: int, error: CommError) -> None:
-        """Fail the first waiting collective of a lane. This loses the communicator."""
+        """Fail the first waiting collective of a lane, and lose the communicator."""
         found = self._lanes.get(lane)
         if found is not None and found.waiting and found.error is None:
             conclude(found.waiting[0].work, error)

@@ -1,8 +1,8 @@
 """The interface of launchers, and the reference launcher, which calls NCCL on the loop's thread with CuPy and torch.
 
 A launcher calls NCCL for the ops of one transport, and tells the loop when the ops are done. There are two launchers.
-:class:`PythonLauncher` calls NCCL on the loop's thread, :class:`aiocomms_nccl.native.NativeLauncher` in a native
-thread. The transport uses both in the same way.
+:class:`PythonLauncher` calls NCCL on the loop's thread. :class:`aiocomms_nccl.native.NativeLauncher` calls NCCL in a
+native thread. Both have the same interface.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from aiocomms_nccl.collectives import CommStream
 from aiocomms_nccl.nccl import Nccl
 
 Then = Callable[[], object]
-"""The function that the loop's thread calls when an op is done. It keeps all objects of the op alive until then."""
+"""The function that the loop's thread calls when an op is done.
+
+The function keeps all objects of the op alive until then.
+"""
 
 
 class LauncherOwner(Protocol):
@@ -39,7 +42,7 @@ class LauncherOwner(Protocol):
 
 
 class Launcher(Protocol):
-    """The interface of launchers. Methods are called on the loop's thread, unless they say otherwise."""
+    """The interface of launchers. Methods are called on the loop's thread, unless their docstrings say otherwise."""
 
     @property
     def parked(self) -> bool:
@@ -55,15 +58,15 @@ class Launcher(Protocol):
         """Register a communicator before its first op."""
 
     def mark(self) -> Any:
-        """Return the present end of the caller's stream as a point for one call of :meth:`launch`."""
+        """Return the current position in the caller's stream, for one call of :meth:`launch`."""
 
     def launch(self, cs: CommStream, what: str, plan: CallPlan, after: Any, then: Then) -> Any:
-        """Carry out a plan after all plans that were launched on this communicator before.
+        """Enqueue a plan after all plans that were launched on this communicator before.
 
         A failure of NCCL or CUDA loses the communicator, at once or when :meth:`poll` notices the failure.
 
         :param what: the name of the op, for errors.
-        :param after: the point for which the communicator's stream waits.
+        :param after: the position for which the communicator's stream waits.
         :param then: called when the op is done.
         :returns: the op's end, for :meth:`wait_stream`; None if the communicator is lost.
         """
@@ -72,13 +75,13 @@ class Launcher(Protocol):
         """Make a stream wait for an op's end. Block until NCCL has been called for the op."""
 
     def settle(self) -> None:
-        """Block until NCCL has been called for all launched plans. Then the caller may call NCCL itself."""
+        """Block until NCCL has been called for all launched plans. After that, the caller may call NCCL."""
 
     def poll(self) -> bool:
         """Call the functions of the ops that are done. Return whether any op or failure was handled."""
 
     def cut(self, cs: CommStream | None = None) -> None:
-        """Make no more NCCL calls for one communicator or for all of them. Any thread may call this method."""
+        """Make no more NCCL calls for one communicator or for all communicators. Any thread may call this method."""
 
     def leave(self, cs: CommStream, patience: float) -> bool:
         """Wait until a communicator has neither waiting nor running calls. This method runs in a thread.
@@ -87,10 +90,13 @@ class Launcher(Protocol):
         """
 
     def quiet(self, cs: CommStream) -> Callable[[], None]:
-        """Return a function, for a thread, that waits for all ops launched on a communicator until now."""
+        """Return a blocking function that waits for all ops launched on a communicator until now.
+
+        Call it in a thread.
+        """
 
     def drain(self) -> None:
-        """Wait until all ops have ended, and drop them. This method runs in a thread at the transport's end."""
+        """Wait until all ops have ended, and forget the ops. This method runs in a thread at the transport's end."""
 
     def close(self) -> None:
         """Release threads and descriptors. This method runs in a thread at the transport's end."""
@@ -99,8 +105,8 @@ class Launcher(Protocol):
 def end_comm(launcher: Launcher, cs: CommStream, abort: bool, patience: float) -> None:
     """Abort or destroy a communicator after its launcher has left it. This function blocks.
 
-    If the launcher does not leave in time, the GPU blocks it in an NCCL call. Only an abort ends that call, so the
-    communicator is then aborted in any case.
+    If the launcher does not leave in time, the GPU blocks the launcher in an NCCL call. Only an abort ends that call,
+    so this function then always aborts the communicator.
 
     :param patience: the most seconds to wait for the launcher.
     """
@@ -118,7 +124,7 @@ class PythonLauncher:
     def __init__(self, owner: LauncherOwner, wake: Callable[[], None], spin: int) -> None:
         """Start with no ops.
 
-        :param wake: makes the loop call :meth:`poll`. Any thread may call it.
+        :param wake: a function that makes the loop call :meth:`poll`, for any thread.
         :param spin: the number of polls without a result after which threads sleep on events.
         """
         self.spin = spin
@@ -148,7 +154,7 @@ class PythonLauncher:
         return self.carry_out(cs, what, plan, functools.partial(self._finish, after, then))
 
     def carry_out(self, cs: CommStream, what: str, plan: CallPlan, then: Then) -> Event | None:
-        """Carry out a plan on a stream that already waits for the caller's stream."""
+        """Enqueue a plan on a stream that already waits for the caller's stream."""
         if not self._owner.call_nccl(what, functools.partial(cs.carry_out, plan)):
             return None
         return self._completions.add(cs.stream, functools.partial(_done, then, plan.kept) if plan.kept else then)
@@ -169,7 +175,10 @@ class PythonLauncher:
         return self._completions.poll()
 
     def cut(self, cs: CommStream | None = None) -> None:
-        """See :meth:`Launcher.cut`. It does nothing, because the transport holds its lock during NCCL calls."""
+        """See :meth:`Launcher.cut`.
+
+        This method does nothing, because the transport holds its lock during NCCL calls.
+        """
 
     def leave(self, cs: CommStream, patience: float) -> bool:
         """See :meth:`Launcher.leave`."""

@@ -1,11 +1,12 @@
 """The matching of sends with receives on the host. NCCL then carries the data.
 
-NCCL has no tags. Its sends and receives match in the order of the calls, hang if sizes differ, and cannot be withdrawn.
-So a sender announces a message on the control connection. The receiver matches the message and tells the sender that
-it takes the message. Then both ranks call NCCL.
+NCCL has no tags. NCCL's sends and receives match in the order of the calls, hang if sizes differ, and cannot be
+withdrawn. So a sender announces a message on the control connection. The receiver matches the message with a receive,
+and notifies the sender. Then both ranks call NCCL.
 
-Each direction between two ranks has its own communicator and stream, a :class:`Direction`. The ranks form it for its
-first message. If both directions or several pairs shared a communicator, two ranks that receive first would deadlock.
+Each direction between two ranks has its own communicator and stream, a :class:`Direction`. The ranks form a direction
+for its first message. If both directions or several pairs shared a communicator, two ranks that receive first would
+deadlock.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ class MatcherOwner(Forming, Protocol):
 
 
 class Matcher:
-    """The matcher of one rank's messages. Methods are called on the loop's thread, unless they say otherwise."""
+    """The matcher of one rank's messages.
+
+    Methods are called on the loop's thread, unless their docstrings say otherwise.
+    """
 
     def __init__(self, owner: MatcherOwner) -> None:
         self._owner = owner
@@ -53,7 +57,7 @@ class Matcher:
         return [one.comm_stream for one in list(self._directions.values()) if one.comm_stream is not None]
 
     def check_not_captured(self) -> None:
-        """Refuse messages, and ops made of messages, while the current stream is being captured.
+        """Refuse messages, and ops that consist of messages, while the current stream is being captured.
 
         :raises UnsupportedOperation: the current stream is being captured.
         """
@@ -103,7 +107,7 @@ class Matcher:
         self._take(key[0], message, posted)
 
     def _probe(self, op: ops.Probe, work: Completion) -> None:
-        """Complete a probe with the oldest message that a receive would take, or keep the probe until one arrives."""
+        """Complete a probe with the oldest message that a receive would take, or keep the probe if there is none."""
         key = (op.src, op.channel, op.tag)
         if (closed := self._owner.closed_by(op.src)) is not None:
             work.fail(closed)
@@ -191,14 +195,14 @@ class Matcher:
         self._take(peer, message, posted)
 
     def handle_take(self, peer: int, frame: wire.TakeMessage) -> None:
-        """Send a message that its receiver takes."""
+        """Send a message that the receiver has matched."""
         posted = self._announced.pop((peer, frame.number), None)
         if posted is None or not 0 <= frame.nbytes <= posted.op.tensor.nbytes:
             raise ProtocolError(f"rank {peer} takes a message that was not announced", peer=peer)
         self._transfer(peer, posted, frame.nbytes, OP_RESULT)
 
     def handle_direction(self, peer: int, frame: wire.DirectionRequest) -> None:
-        """Form the direction to a rank that takes its first message from this rank."""
+        """Form the direction to a rank that has matched its first message from this rank."""
         self._direction(peer, sends=True).form(lambda: frame.unique_id)
 
     # ------------------------------------------------------------------------------------------------ transfers

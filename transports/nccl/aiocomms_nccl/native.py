@@ -25,12 +25,16 @@ if TYPE_CHECKING:
 DONE, NCCL_FAILED, CUDA_FAILED, DROPPED, ASLEEP = range(5)
 """The outcomes of an op, with the numbers of the native module.
 
-NCCL was not called for a dropped op. :data:`ASLEEP` is not about a single op: threads sleep until running ops end."""
+For a dropped op, NCCL was not called. :data:`ASLEEP` is not an op's outcome: it means that threads sleep until running
+ops end."""
 _MODULE: Final = "aiocomms_launcher"
 SPIN_US: Final = 50
 """Microseconds for which native threads poll for the next op or for the end of an op before they sleep."""
 _DIRECT_SPIN: Final = 0
-"""The polls before a thread sleeps on an op with torch kernels: with this launcher the loop polls only when woken."""
+"""The polls before a thread sleeps until an op with torch kernels ends.
+
+With this launcher, the loop polls only when woken.
+"""
 _PATIENCE: Final = 1.0
 """Seconds that the close waits for threads that CUDA or NCCL may block."""
 
@@ -53,7 +57,7 @@ class _Shared:
         return key, launcher
 
     def release(self, key: object) -> None:
-        """Release a launcher. The last user ends its threads."""
+        """Release a launcher. The last release ends the launcher's threads."""
         with self._lock:
             launcher, count = self._users.pop(key)
             if count > 1:
@@ -72,7 +76,7 @@ os.register_at_fork(after_in_child=_shared.forget)
 
 
 def load_launcher(cuda: Cuda, library: Nccl) -> None:
-    """Load the native module and its functions, so that :func:`make_launcher` does not block. This function blocks."""
+    """Load the native module and its functions. This function blocks, so that :func:`make_launcher` need not block."""
     found = importlib.util.find_spec(_MODULE)
     if found is not None and found.origin is not None and _MODULE not in sys.modules:
         load_libraries([found.origin])
@@ -92,7 +96,7 @@ def _is_there() -> bool:
 
 
 def make_launcher(owner: LauncherOwner, control: Control, spin: int) -> Launcher:
-    """Return the launcher of a transport, which is the native one if its module is available.
+    """Return the launcher of a transport: the native launcher if its module is available, else the Python launcher.
 
     :param spin: the number of polls without a result after which threads sleep until running ops end.
     """
@@ -104,7 +108,7 @@ def make_launcher(owner: LauncherOwner, control: Control, spin: int) -> Launcher
 
 
 _UnderWay = tuple[str, Then, CommStream]
-"""A running op: its name, its function, and its communicator. It keeps all objects of the op alive."""
+"""A running op: its name, its function, and its communicator. The function keeps all objects of the op alive."""
 
 
 class NativeLauncher:

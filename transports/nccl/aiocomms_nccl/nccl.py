@@ -1,4 +1,4 @@
-"""The NCCL calls through CuPy, and the meaning of their errors. Tests without a GPU can replace this thin layer."""
+"""The NCCL calls through CuPy, and the meaning of NCCL's errors. Tests without a GPU can replace this thin layer."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Nccl(Protocol):
 
 
 class CupyNccl:
-    """The real :class:`Nccl`, which uses CuPy."""
+    """The implementation of :class:`Nccl` with CuPy."""
 
     def __init__(self) -> None:
         from cupy.cuda import nccl

@@ -1,11 +1,11 @@
-"""The sequencer of lanes: rank 0 collects the calls of all ranks, and determines one launch order for them.
+"""The sequencer of lanes: rank 0 collects the calls of all ranks, and determines one launch order for all ranks.
 
 NCCL requires the same order of calls on all ranks, and calls in lanes have no common order. So each rank announces its
 calls in lanes to rank 0. The sequencer appends each collective that all ranks have called to a log. All ranks receive
-the log, and launch its collectives in order. They launch no other collective of a lane. A kernel that waits for a rank
-that has given its lane up could not be stopped alone.
+the log, and launch its collectives in order. Ranks launch no lane's collective that is not in the log. Otherwise a
+kernel could wait for a rank that has given the lane up, and NCCL cannot stop a single kernel.
 
-The module only keeps records: it has no tensors and no connections, and calls no NCCL.
+This module only keeps records. It has no tensors or connections, and does not call NCCL.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from aiocomms.lowlevel import closed_by, disagreement
 from aiocomms_nccl.wire import LaneCall
 
 MOST_NAMED: Final = 16
-"""The most missing ranks that are named to a waiting rank for one lane."""
+"""The most missing ranks of one lane that the sequencer names to a waiting rank."""
 
 
 class Sequenced(Protocol):
@@ -40,7 +40,7 @@ class _LaneMeetings:
 
     def __init__(self) -> None:
         self.meetings: deque[dict[int, LaneCall]] = deque()
-        """The collectives that are not in the log, oldest first. Each is a dict of the calls by rank."""
+        """The collectives that are not in the log, oldest first. Each entry is a dict of the calls by rank."""
         self.ahead: dict[int, int] = {}
         """The number of these collectives that each rank has called."""
 
@@ -67,7 +67,7 @@ class Sequencer:
         return len(self._lanes)
 
     def hear(self, rank: int, call: LaneCall) -> None:
-        """Note that a rank has called the next collective of a lane."""
+        """Record that a rank has called the next collective of a lane."""
         found = self._lanes.get(call.lane)
         if found is None:
             found = self._lanes[call.lane] = _LaneMeetings()
@@ -114,7 +114,7 @@ class Sequencer:
         self._look(lane, found)
 
     def leave(self, rank: int) -> None:
-        """Note that a rank has closed, and refuse the collectives that need it."""
+        """Record that a rank has closed, and refuse the collectives that need this rank."""
         self._left.add(rank)
         for lane, found in list(self._lanes.items()):
             for meeting in list(found.meetings):

@@ -19,12 +19,12 @@ class Returned(NamedTuple):
 
 
 class Threads:
-    """The threads and the outcomes of their calls. A thread is left behind if NCCL does not return from its call."""
+    """The threads and the outcomes of their calls. If an NCCL call never returns, its thread stays."""
 
     def __init__(self, wake: Callable[[], object]) -> None:
         """Start with no threads.
 
-        :param wake: wakes the loop. Any thread may call it.
+        :param wake: a function that wakes the loop. Any thread may call it.
         """
         self.returned: deque[Returned] = deque()
         """The outcomes, in the order in which the calls returned."""

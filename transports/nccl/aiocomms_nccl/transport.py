@@ -47,7 +47,7 @@ HIGH_PRIORITY: Final = "high_priority_stream"
 """The hint that gives a communicator's streams high priority."""
 _IN_PROGRESS: Final = 7
 _PATIENCE: Final = 1.0
-"""Seconds that the close waits for NCCL, and for each rank to receive its last frames."""
+"""Seconds for which the close waits for NCCL, and for each rank to receive the last frames."""
 _NONE: Final = -1
 
 
@@ -110,7 +110,10 @@ class NcclTransport(LaneTransport):
 
     @classmethod
     def preference(cls, device: torch.device, size: int, family: ops.Family) -> int:
-        """See :meth:`Transport.preference`. NCCL is preferred for collectives, another transport for messages."""
+        """See :meth:`Transport.preference`.
+
+        NCCL has a high priority for collectives, and a low priority for messages.
+        """
         if device.type not in cls.capabilities.devices:
             return 0
         return 100 if family == "collectives" else 10
@@ -132,7 +135,7 @@ class NcclTransport(LaneTransport):
         return cuda, library, bringup.hello(cls.gpu(device), library)
 
     async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
-        """See :meth:`Transport.split`. It calls ``ncclCommSplit``."""
+        """See :meth:`Transport.split`. This method calls ``ncclCommSplit``."""
         hellos = [self._hellos[rank] for rank in ranks]
         with self._splitting(ranks[0], rendezvous.rank) as split:
             sockets, _ = await bringup.connect(rendezvous, hellos, None)
@@ -156,7 +159,7 @@ class NcclTransport(LaneTransport):
         form: Callable[[], NcclComm],
         high: bool,
     ) -> Self:
-        """Form NCCL's communicator in a thread, which is left behind if the call does not return."""
+        """Form NCCL's communicator in a thread. If NCCL's call never returns, the thread stays."""
         control = Control(sockets)
         what = "forming NCCL's communicator"
         call = functools.partial(open_comm_stream, cuda, library, form, rendezvous, high)
@@ -171,7 +174,8 @@ class NcclTransport(LaneTransport):
     def _splitting(self, color: int, key: int) -> Iterator[Callable[[], Any]]:
         """Hold back collectives within the context. Yield the function, for another thread, that does the split.
 
-        After a failure they stay held: the thread may still be in NCCL's call, and the communicator is lost.
+        After a failure, the collectives are never launched: the thread may still be in NCCL's call, and the
+        communicator is lost.
         """
         self._held, quiet = deque(), self.launcher.quiet(self._comm_stream)
 
@@ -222,12 +226,15 @@ class NcclTransport(LaneTransport):
             self._lanes.give_up(lane, error)
 
     def forget_lane(self, lane: int, rank: int) -> None:
-        """See :meth:`LaneTransport.forget_lane`. It does nothing, because the sequencer waits for that rank's frame."""
+        """See :meth:`LaneTransport.forget_lane`.
+
+        This does nothing, because the sequencer waits for that rank's frame.
+        """
 
     def plan(self, op: ops.Op) -> CallPlan:
         """Plan a collective.
 
-        :raises CommError: the collective needs GPU memory, and there is none.
+        :raises CommError: the collective needs GPU memory, and none is free.
         """
         try:
             return START[type(op)](self._comm_stream, op)
@@ -285,7 +292,7 @@ class NcclTransport(LaneTransport):
             self._ends[index] = end
 
     def _finish_collective(self, op: ops.Op, index: int) -> None:
-        """Finish a collective that the GPU has completed. Its op keeps its tensors until then."""
+        """Finish a collective that the GPU has completed. The op has kept its tensors until now."""
         self._ends.pop(index, None)
         if not self.aborted:  # after an abort, the event may have fired because NCCL has stopped
             self._agreement.data_moved(index)
@@ -313,7 +320,7 @@ class NcclTransport(LaneTransport):
         return functools.partial(self.cuda.on, self.cuda.current_stream())
 
     def progress(self) -> bool:
-        """See :meth:`Transport.progress`. It does nothing while the current stream is being captured."""
+        """See :meth:`Transport.progress`. This method does nothing while the current stream is being captured."""
         if self._capturing():
             return len(self.launcher) > 0  # True makes the loop ask again, because no event ends a capture
         frames = self.control.poll()
@@ -442,7 +449,7 @@ class NcclTransport(LaneTransport):
         self._threads.adopt(end_all(self.cuda, calls))
 
     def abort(self, error: CommError) -> None:
-        """See :meth:`Transport.abort`. NCCL is aborted in threads, because the abort waits until its kernels end."""
+        """See :meth:`Transport.abort`. Threads abort NCCL, because NCCL's abort waits until its kernels end."""
         with self._ending:
             if not self.aborted:
                 self.aborted = True
@@ -462,7 +469,7 @@ class NcclTransport(LaneTransport):
         self._lanes.clear()
 
     def _end(self) -> None:
-        """Close the transport, off the loop. A thread that does not end in time is left behind with its tensors."""
+        """Close the transport, off the loop. A thread that does not end in time stays, with its tensors."""
         with self._ending:
             if not self.aborted:
                 self._agreement.send_bye()

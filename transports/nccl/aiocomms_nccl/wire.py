@@ -1,4 +1,4 @@
-"""The wire format: the frames on the control connections. Ranks need them because NCCL does not match messages."""
+"""The wire format: the frames on the control connections. Ranks need frames because NCCL does not match messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DTYPE_CODES: Final = {dtype: code for code, dtype in enumerate(DTYPE_LIST)}
 
 
 class Announce(msgspec.Struct, tag=0, array_like=True):
-    """The sender has a message. ``number`` identifies it among the sender's messages."""
+    """The sender has a message. ``number`` identifies the message among the sender's messages."""
 
     number: int
     channel: int
@@ -36,14 +36,14 @@ class Announce(msgspec.Struct, tag=0, array_like=True):
 
 
 class TakeMessage(msgspec.Struct, tag=1, array_like=True):
-    """The receiver takes ``nbytes`` of a message. It sends such frames in the order of its NCCL calls."""
+    """The receiver takes ``nbytes`` of a message. A receiver sends such frames in the order of its NCCL calls."""
 
     number: int
     nbytes: int
 
 
 class DirectionRequest(msgspec.Struct, tag=2, array_like=True):
-    """The receiver asks the sender of messages to form the NCCL communicator that carries them."""
+    """The receiver asks the sender to form the NCCL communicator that carries the sender's messages."""
 
     unique_id: bytes
 
@@ -56,7 +56,7 @@ class DescribedCall(msgspec.Struct, array_like=True):
 
 
 class Calls(msgspec.Struct, tag=3, array_like=True):
-    """The sender has called ``count`` collectives, and may wait in one. ``last`` describes the last ones."""
+    """The sender has called ``count`` collectives, and may wait in one. ``last`` describes the latest calls."""
 
     count: int
     last: list[DescribedCall]
@@ -102,7 +102,7 @@ class LaneCall(msgspec.Struct, array_like=True):
     gives: list[int]
     """The bytes that the sender sends to each rank, if these may differ from rank to rank; else empty."""
     takes: list[int]
-    """The bytes that the sender receives from each rank, under the same condition."""
+    """The bytes that the sender receives from each rank, if these may differ from rank to rank; else empty."""
 
 
 class LaneCalls(msgspec.Struct, tag=7, array_like=True):
@@ -118,7 +118,10 @@ class LaneGivenUp(msgspec.Struct, tag=8, array_like=True):
 
 
 class LaneEntries(msgspec.Struct, tag=9, array_like=True):
-    """A frame of the sequencer: the next entries of the log. Each names the lane whose next collective is launched."""
+    """A frame of the sequencer: the next entries of the log.
+
+    Each entry names a lane, whose next collective is launched.
+    """
 
     lanes: list[Lane]
 
