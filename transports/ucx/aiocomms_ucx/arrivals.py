@@ -1,4 +1,4 @@
-"""Probes, and receives that do not wait, on the engine."""
+"""Probes and non-blocking receives on the engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aiocomms_ucx.status import found
 
 
 def post_arrival(transport: Member, op: ops.Probe | ops.Take, work: Completion) -> None:
-    """Pass a probe or a receive that does not wait to the engine. Complete the op if it is done."""
+    """Pass a probe or a non-blocking receive to the engine. Complete the op if it is done at once."""
     engine, ticket, group = transport.engine, id(work), transport.group
     if isinstance(op, ops.Probe):
         seen = engine.probe(ticket, group, op.src, op.channel, op.tag, not op.more)

@@ -77,13 +77,16 @@ class EnginePlace(msgspec.Struct, array_like=True):
     endpoint: tuple[str, int] | None
     """The address to which ranks of other hosts connect; None if all ranks are on one host."""
     trouble: str = ""
-    """The reason why this rank cannot work with the other ranks; empty if it can."""
+    """The reason why this rank cannot work with the other ranks; empty if there is none."""
     hindrances: list[str] = []
     """The circumstances of this rank that may cause a failure on any rank."""
     in_place: bool = False
-    """True if ranks of this host read large parts in place. Only the value of each host's first rank counts."""
+    """True if ranks of this host read large parts directly from other ranks' tensors.
+
+    Only each host's first rank decides.
+    """
     other: int = -1
-    """The number of the other rank's engine on this rank, for endpoints. -1: an engine's number is its rank."""
+    """The number that this rank gives the other rank's engine in an endpoint. -1: an engine's number is its rank."""
 
 
 HELLOS: Final = ControlCodec[EngineHello](EngineHello, "the first record")
@@ -99,10 +102,13 @@ class Ranks(msgspec.Struct, frozen=True):
     pids: list[int]
     """The process id of each rank."""
     in_place: bool
-    """True if the ranks of this host read large parts of collectives in place. It is the same on all of them."""
+    """True if the ranks of this host read large parts of collectives in place.
+
+    The value is the same on all these ranks.
+    """
 
     def some(self, ranks: Sequence[int]) -> Ranks:
-        """Return the record of some ranks, in the given order."""
+        """Return a :class:`Ranks` with some of the ranks, in the given order."""
         return Ranks(
             [self.peers[rank] for rank in ranks],
             [self.hosts[rank] for rank in ranks],
@@ -117,7 +123,7 @@ async def shared_engine(
 ) -> AsyncIterator[tuple[SharedEngine, Ranks]]:
     """Connect to the other ranks with a new engine or an endpoint's engine. All ranks must call this function.
 
-    The caller adds a communicator to the engine within this context.
+    Within this context, the caller adds a communicator to the engine.
 
     :param cuda: the GPU whose memory the engine carries; None for CPU memory.
     :param memory: UCX's type of that GPU's memory.
@@ -195,10 +201,10 @@ def _introduce(
 
 
 def blame(rank: int, troubles: Sequence[str], why: Sequence[Sequence[str]]) -> None:
-    """Raise the first rank's trouble on all ranks.
+    """Raise the same error on all ranks if some rank reports a trouble.
 
-    :param why: the circumstances of each rank that may be the reason.
-    :raises CommError: a rank has a trouble.
+    :param why: the circumstances of each rank that may have caused the trouble.
+    :raises CommError: a rank reports a trouble. The error has the trouble of the first such rank.
     """
     for peer, trouble in enumerate(troubles):
         if trouble:
@@ -207,7 +213,7 @@ def blame(rank: int, troubles: Sequence[str], why: Sequence[Sequence[str]]) -> N
 
 
 def _closed(rank: int, hellos: Sequence[EngineHello]) -> str:
-    """Return an error text if this process may not open the memory of a rank of this host, because UCX may crash."""
+    """Return an error text if this process may not open the memory of a rank of this host. UCX might crash then."""
     for peer, hello in enumerate(hellos):
         if hello.host == hellos[rank].host and hello.pid != os.getpid():
             try:
@@ -266,7 +272,7 @@ def _started(rank: int, number: int, outside: str | None, cuda: Cuda | None, mem
 
 
 def _place(rank: int, hellos: Sequence[EngineHello], shared: SharedEngine | CommError) -> EnginePlace:
-    """Return the record that describes this rank's engine, or the reason why there is none, to the other ranks."""
+    """Return this rank's record for the other ranks: a description of the engine, or the reason why there is none."""
     if isinstance(shared, CommError):
         address, text = b"", shared.message
     else:
@@ -312,11 +318,11 @@ def _engine(number: int, outside: str | None, cuda: Cuda | None, memory: int) ->
 def _options(outside: str | None, *, gpu: bool) -> list[tuple[str, str]]:
     """Return UCX's settings. The user's environment variables have precedence.
 
-    If no GPU memory is carried, UCX does not look for GPUs, because that takes time, and memory of each GPU.
-    The sysv transport is disabled because the user's group can read its segments.
-    On one host the network is disabled, so that UCX does not listen. If ``UCX_TLS`` names TCP, UCX uses only the
-    loopback interface, which no other host reaches. On several hosts UCX listens at the address of each interface, or
-    only at the address of the interface that ``AIOCOMMS_IFACE`` names.
+    If no GPU memory is carried, UCX does not look for GPUs, because this search costs time and memory on each GPU. The
+    sysv transport is disabled because the user's group can read its segments. On one host the network is disabled, so
+    that UCX does not listen. If ``UCX_TLS`` names TCP, UCX uses only the loopback interface, which no other host
+    reaches. On several hosts UCX listens at the address of each interface, or only at the address of the interface that
+    ``AIOCOMMS_IFACE`` names.
     """
     without = "sysv" if gpu else "sysv,cuda"
     # UCX 1.21 requires 16 MiB and needs 4. It checks twice, and crashes if other processes take memory in between.
@@ -350,7 +356,7 @@ async def _hellos(rendezvous: Rendezvous, mine: EngineHello) -> tuple[list[Engin
 
 
 def _cookies(key: bytes, rank: int, size: int) -> list[tuple[int, int]]:
-    """Return for each peer the cookie of messages to the peer, and the cookie of messages from it."""
+    """Return for each peer two cookies: for messages to the peer, and for messages from the peer."""
 
     def cookie(src: int, dst: int) -> int:
         return int.from_bytes(mac(key, "messages", src, dst)[:8], "big")

@@ -1,4 +1,4 @@
-"""Circumstances that may prevent UCX from working: environment variables, limits, shared memory. Also usable cores."""
+"""Circumstances that may prevent UCX from working: environment variables, limits, shared memory; and usable cores."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Final
 
 _FEW: Final = 32
-"""The number of free descriptors below which a lack of them may be the reason. UCX needs some tens."""
+"""The number of free descriptors below which too few descriptors may be the reason. UCX needs some tens."""
 _PR_GET_DUMPABLE: Final = 3
 _SHM: Final = "/dev/shm"  # noqa: S108 - The code only reads the folder's free space.
 _LITTLE: Final = 64 * 2**20
-"""The free bytes below which a lack of memory may be the reason. UCX takes some megabytes for each rank."""
+"""The free bytes below which too little memory may be the reason. UCX takes some megabytes for each rank."""
 
 
 def circumstances() -> str:
-    """Return the possible reasons on this rank as the end of an error text."""
+    """Return the possible reasons for a failure on this rank, as the end of an error text."""
     found = hindrances()
     return f" ({'; '.join(found)})" if found else ""
 
 
 def hindrances() -> list[str]:
-    """Return the possible reasons in this process."""
+    """Return the possible reasons for a failure in this process."""
     found = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith("UCX_")]
     if ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 0:
         found.append("PR_SET_DUMPABLE 0: no other process may open its descriptors or read its memory")
@@ -45,7 +45,7 @@ def hindrances() -> list[str]:
 def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
     """Return the cores that this process may use, limited to the CPU time of its cgroups (``cpu.max``).
 
-    Ranks of one container return the same cores, so that the number of distinct cores is the container's share.
+    Ranks of one container return the same cores. So the number of distinct cores is the container's share.
     """
     cores = sorted(os.sched_getaffinity(0))
     share = float(len(cores))

@@ -12,14 +12,14 @@ _OPERATORS: Final = {operator.name.lower(): int(operator) for operator in Operat
 
 COLLECTIVE: Final[frozenset[type[ops.Op]]] = ops.COLLECTIVES | {ops.WindowOpen, ops.WindowClose}
 FORMS: Final = {cls: number for number, cls in enumerate(sorted(COLLECTIVE, key=lambda cls: cls.name))}
-"""The number of each type of operation, for its fingerprint. The numbers are the same on all ranks."""
+"""The number of each type of operation, as a part of its fingerprint. The numbers are the same on all ranks."""
 
 Start = Callable[[Engine | Lanes, int, int, int, Any, int], float]
 """A function that starts a collective.
 
 Its arguments are the engine, a ticket, the communicator's number, its size, the op and the op's form. For a lane, the
-communicator's lanes replace the engine, and the lane's number replaces the communicator's number. It returns the time
-at which the collective completed, by :func:`time.monotonic`; 0 if the collective is pending."""
+communicator's lanes replace the engine, and the lane's number replaces the communicator's number. The function returns
+the time at which the collective completed, by :func:`time.monotonic`; 0 if the collective is pending."""
 
 
 def _barrier(engine: Engine | Lanes, ticket: int, number: int, size: int, op: ops.Barrier, form: int) -> float:
@@ -81,7 +81,7 @@ START: Final[dict[type[ops.Op], tuple[Start, int]]] = {cls: (_START[cls.kind], F
 
 
 def describe(op: Any) -> str:
-    """Return a description of a rank's call for ranks that call another collective."""
+    """Return a description of a rank's call, for the error on ranks that call a different collective."""
     name, *rest = op.signature()
     if isinstance(op, ops.AllToAllSingle):
         rest.append(tuple(op.input.shape))

@@ -1,4 +1,4 @@
-"""The transport for GPU memory. Each op is passed to the engine when the GPU has done all work queued before it."""
+"""The transport for GPU memory. The engine gets an op when the GPU has finished all work queued before the op."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ from aiocomms_ucx.status import TRUNCATED
 from aiocomms_ucx.transport import UcxTransport
 
 _GLANCES: Final = 3
-"""The number of times that a post polls its caller's stream before the loop does. An idle GPU needs no more."""
+"""The number of times that ``post`` polls the caller's stream before the loop polls it.
+
+This suffices for an idle GPU.
+"""
 
 
 class _Waiting:
-    """An op that is not passed to the engine yet."""
+    """An op that the engine does not have yet."""
 
     __slots__ = ("behind", "fired", "op", "work")
 
@@ -42,17 +45,17 @@ class _Waiting:
         self.fired = False
 
     def fire(self) -> None:
-        """Note that the GPU has done all work that was queued before the op."""
+        """Record that the GPU has finished all work that was queued before the op."""
         self.fired = True
 
 
 class CudaUcxTransport(UcxTransport):
     """The transport for messages, windows and barriers with tensors on a GPU.
 
-    The core expresses other collectives as messages, and there are no atomics. An op is passed to the engine after all
-    earlier ops, and when the GPU has done all earlier work of the caller's stream. So messages
-    match in the order of the calls, even on different streams. Puts and gets that the GPU copies are not passed to the
-    engine; see :class:`CudaWindows`.
+    The core expresses other collectives as messages. Atomics are not supported. The engine gets an op after all earlier
+    ops, and when the GPU has finished all earlier work of the caller's stream. So messages match in the order of the
+    calls, even on different streams. The engine does not get puts and gets that are copies of the GPU; see
+    :class:`CudaWindows`.
     """
 
     capabilities = msgspec.structs.replace(
@@ -130,7 +133,7 @@ class CudaUcxTransport(UcxTransport):
         self.hand_over(op, work)
 
     def progress(self) -> bool | None:
-        """See :meth:`Transport.progress`. It does nothing while the current stream is being captured."""
+        """See :meth:`Transport.progress`. This method does nothing while the current stream is being captured."""
         self._waker.clear()
         if self.cuda.capturing():
             # True makes the loop ask again, because no event reports the end of a capture.
@@ -155,7 +158,8 @@ class CudaUcxTransport(UcxTransport):
     def _post_due(self) -> bool:
         """Pass the due ops to the engine, up to the first op that is not due.
 
-        Later ops pass an op that waits for copies, unless it is the close of a window, which is a collective.
+        Later ops may overtake an op that waits for copies. They may not overtake the close of a window, which is a
+        collective.
         """
         queue, did = self._queue, self._post_told()
         while queue and queue[0].fired:
@@ -172,7 +176,7 @@ class CudaUcxTransport(UcxTransport):
         return did
 
     def _post_told(self) -> bool:
-        """Pass the ops whose copies the GPU has made to the engine, in the order of the calls."""
+        """Pass ops to the engine, in the order of the calls, if the GPU has made the copies for which they wait."""
         due = [waiting for waiting in self._behind if waiting.behind <= self._windows.copies.made]
         for waiting in due:
             if waiting in self._behind:  # an earlier pass of this loop may have passed this op
@@ -194,7 +198,7 @@ class CudaUcxTransport(UcxTransport):
             work.fail(CommError(f"UCX could not begin the op: {error}"))
 
     def finish(self, work: Completion, index: int, status: int, a: int, b: int) -> None:
-        """See :meth:`UcxTransport.finish`. Of a message that is too long, it copies the beginning to the tensor."""
+        """See :meth:`UcxTransport.finish`. If a message is too long, this method copies the beginning to the tensor."""
         if status == TRUNCATED:
             head, op = self.engine.head(id(work)), work.op
             if head and isinstance(op, ops.Recv):
@@ -215,7 +219,10 @@ class CudaUcxTransport(UcxTransport):
         return super().try_cancel(work)
 
     async def aclose(self) -> None:
-        """See :meth:`Transport.aclose`. It drops ops that the engine does not have, whose tensors are not in use."""
+        """See :meth:`Transport.aclose`.
+
+        This drops ops that the engine does not have, because their tensors are not in use.
+        """
         self._queue.clear()
         self._behind.clear()
         await self._windows.end()

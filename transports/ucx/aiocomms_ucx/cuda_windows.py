@@ -1,4 +1,7 @@
-"""Windows in GPU memory. The GPU copies if CUDA maps a part into this process. Otherwise UCX reads and writes."""
+"""Windows in GPU memory.
+
+If CUDA maps a rank's part into this process, the GPU copies. Otherwise UCX reads and writes.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,24 @@ from aiocomms_ucx.member import Member
 from aiocomms_ucx.windows import WindowHandle, WindowPart, Windows
 
 _LAST_COPIES: Final = 1.0
-"""Seconds that the end of a communicator waits for running copies. Only a lost communicator has such copies."""
+"""Seconds for which the end of a communicator waits for running copies.
+
+Only a lost communicator still has such copies.
+"""
 
 
 class CudaMember(Member, Protocol):
-    """The interface through which windows use one rank of a communicator of GPUs."""
+    """The interface through which windows use the transport of one rank, for GPU memory."""
 
     cuda: Cuda
     completions: Completions
 
     def soon(self, call: Callable[[], object]) -> None:
-        """Schedule a call on the loop's thread, unless the communicator ends first. Any thread may do this."""
+        """Schedule a call on the loop's thread, unless the communicator ends first. Any thread may call this method."""
 
 
 class _Copy:
-    """A copy that the GPU may not have made yet, and the memory that the copy needs."""
+    """A copy that the GPU may not have finished yet, and the memory that the copy needs."""
 
     __slots__ = ("behind", "memory", "work")
 
@@ -42,11 +48,11 @@ class _Copy:
         self.work = work
         self.memory = memory
         self.behind = behind
-        """The event after the earlier work of the caller's stream."""
+        """The event that marks the end of the earlier work in the caller's stream."""
 
 
 class Copies:
-    """The copies of a communicator's windows. One separate stream makes them in the order of the calls."""
+    """The copies of a communicator's windows. One separate stream runs the copies in the order of the calls."""
 
     def __init__(self, cuda: Cuda, completions: Completions) -> None:
         self.stream: Stream | None = None
@@ -60,9 +66,11 @@ class Copies:
         self._under_way: deque[_Copy] = deque()
 
     def begin(self, work: Completion, window: int, rank: int, memory: object, to: int, source: int) -> None:
-        """Enqueue a copy after the current stream's work. Its end completes ``work``, unless a signal must follow.
+        """Enqueue a copy after the current stream's work.
 
-        :param memory: the memory at the addresses, besides the op's own tensors.
+        The end of the copy completes ``work``, unless a signal must follow.
+
+        :param memory: the memory that the copy uses, besides the op's own tensors.
         :raises CommError: CUDA refuses the copy.
         """
         cuda, stream, op = self._cuda, self.stream, cast("ops.Put | ops.Get", work.op)
@@ -96,7 +104,7 @@ class Copies:
         return [tensor for copy in list(self._under_way) for _, tensor in copy.work.op.reads() + copy.work.op.writes()]
 
     def end(self) -> Callable[[], object] | None:
-        """Return a blocking function that waits for running copies and keeps their memory; None if there are none."""
+        """Return a blocking function that waits for running copies and keeps their memory; None without copies."""
         if not self._under_way:
             return None
         event, memory = self._cuda.event(), list(self._under_way)
@@ -166,9 +174,10 @@ class CudaWindows(Windows):
     # ----------------------------------------------------------------------------------------------------- operations
 
     def begin(self, op: ops.Op, work: Completion) -> bool:
-        """Begin an op on the GPU at once, if it can be a copy.
+        """Begin an op as a copy by the GPU, if this is possible.
 
-        :returns: whether it is a copy. The end of the copy ends the op, unless :meth:`post` must send a signal later.
+        :returns: whether the op is a copy. The end of the copy ends the op, unless :meth:`post` must send a signal
+            later.
         :raises CommError: the op cannot begin.
         """
         part = self._mapped(op) if isinstance(op, (ops.Put, ops.Get)) else None
@@ -206,7 +215,7 @@ class CudaWindows(Windows):
         return super().held() + self.copies.tensors()
 
     def _mapped(self, op: ops.Put | ops.Get) -> Tensor | None:
-        """Return the part on which an op acts if the GPU can copy from or to the part, else None."""
+        """Return the part that an op reads or writes, if the GPU can copy from or to the part, else None."""
         handle: WindowHandle = op.window.handle
         return handle.mapped.get(_target(op)) if op.tensor.numel() else None
 
@@ -224,7 +233,7 @@ class CudaWindows(Windows):
         return WindowPart(-1, offset, tuple(tensor.shape), tensor.itemsize, tensor.data_ptr(), rkey, ipc)
 
     def _export(self, rank: int, storage: UntypedStorage) -> Shared | None:
-        """Return the handle with which a rank of this host maps memory; None if CUDA does not share it."""
+        """Return the handle with which a rank of this host maps memory; None if CUDA does not share the memory."""
         transport = self._transport
         return None if transport.pids[rank] == transport.pids[transport.rank] else transport.cuda.share(storage)
 
@@ -270,7 +279,10 @@ class CudaWindows(Windows):
         return found
 
     def _map_part(self, handle: WindowHandle, rank: int, part: WindowPart, reached: _Reached) -> Tensor | None:
-        """Return a rank's part as a tensor; None if CUDA does not map it or the dtype differs. It runs off the loop."""
+        """Return a rank's part as a tensor; None if CUDA cannot map the part or the dtype differs.
+
+        Runs off the loop.
+        """
         if rank == self._transport.rank:
             return handle.tensor
         shared = part.ipc[self._transport.rank] if len(part.ipc) == self._transport.size else None
@@ -305,7 +317,7 @@ class CudaWindows(Windows):
             reached.release()
 
     async def end(self) -> None:
-        """Wait some time for running copies, because a stream of the program may block them."""
+        """Wait for running copies, but not without end, because a stream of the program may block the copies."""
         last = self.copies.end()
         if last is not None:
             with anyio.move_on_after(_LAST_COPIES, shield=True), contextlib.suppress(CommError):
@@ -325,5 +337,5 @@ class CudaWindows(Windows):
 
 
 def _target(op: ops.Put | ops.Get) -> int:
-    """Return the rank on whose part a put or a get acts."""
+    """Return the rank whose part a put writes or a get reads."""
     return op.src if isinstance(op, ops.Get) else op.dst

@@ -1,4 +1,4 @@
-"""The collectives of a communicator's lanes. The engine carries them, and this module ends their works."""
+"""The collectives of a communicator's lanes. The engine carries the collectives, and this module ends their works."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiocomms_ucx.shared_engine import kept
 from aiocomms_ucx.status import DONE, DROPPED, error_of
 
 _NOTHING: Final = ""
-"""The description from a rank without a running collective in a lane."""
+"""The description that a rank sends if it has no running collective in a lane."""
 
 
 class LaneCollectives:
@@ -27,7 +27,7 @@ class LaneCollectives:
         self._size = transport.size
         self._calls = transport.engine.lanes(transport.group)
         self.pending = LaneQueues()
-        """The pending collectives, in the order of the calls. Other threads also add to them."""
+        """The pending collectives, in the order of the calls. Other threads also add collectives."""
         self.given_up: dict[int, CommError] = {}
         """The errors of lanes that were given up and whose collectives the engine has not dropped yet."""
         self._told: dict[int, str] = {}  # The call that this rank has described, by lane.
@@ -62,7 +62,7 @@ class LaneCollectives:
         self.look_after(lane)
 
     def look_after(self, lane: int) -> None:
-        """Handle failures and outcomes since the engine got a collective, which is kept by now."""
+        """Handle failures and outcomes since the engine got a collective. This object already keeps the collective."""
         transport = self._transport
         if transport.failure is not None:
             transport.on_failure(transport.failure)
@@ -70,7 +70,10 @@ class LaneCollectives:
             transport.shared.progress()
 
     def finish(self, work: Completion, lane: int, status: int, a: int, b: int) -> None:
-        """Complete a collective that has ended. Its work may be done, because the engine also reports abandoned ops."""
+        """Complete a collective that has ended.
+
+        The work may already be done, because the engine also reports abandoned ops.
+        """
         given_up = self.given_up.get(lane)
         if self.pending.remove(lane, work):
             self.given_up.pop(lane, None)
@@ -100,7 +103,10 @@ class LaneCollectives:
             transport.shared.progress()
 
     def waiting_for(self, work: Completion) -> list[int]:
-        """Return the ranks for which a collective, or an earlier one of its lane, waits. It may also have no lane."""
+        """Return the ranks for which a collective, or an earlier collective of its lane, waits.
+
+        The collective may also belong to no lane.
+        """
         transport = self._transport
         owner, _, lane, _ = transport.shared.pending.get(id(work), (None, work, 0, None))
         if owner is self:
@@ -110,7 +116,8 @@ class LaneCollectives:
     def _first(self, lane: int) -> Completion | None:
         """Return the running collective of a lane.
 
-        The engine knows it. Earlier collectives may have ended before their threads have noticed.
+        The engine knows the running collective. Earlier collectives may have ended although their threads have not
+        noticed.
         """
         transport = self._transport
         ticket = transport.engine.under_way_in_lane(transport.group, lane)
@@ -126,20 +133,23 @@ class LaneCollectives:
             work.fail(closed_by(rank))
 
     def disagrees(self, rank: int, lane: int) -> None:
-        """Describe this rank's call in a lane, because a rank makes another call there. That rank describes its own."""
+        """Describe this rank's call in a lane, because another rank's call differs.
+
+        That rank also describes its call.
+        """
         self._disagreeing[lane] = rank
         self._tell(lane, again=False)
         self._reconsider(lane)
 
     def hear(self, rank: int, said: wire.LaneDispute) -> None:
-        """Note a rank's call in a lane, and answer."""
+        """Store a rank's description of its call in a lane, and answer with this rank's description."""
         self._said[said.lane, rank] = said.text
         # The rank may ask because this rank has made a call after its last answer.
         self._tell(said.lane, again=said.text != _NOTHING and self._told.get(said.lane) == _NOTHING)
         self._reconsider(said.lane)
 
     def reconsider(self) -> None:
-        """Check all disputed lanes again, because a rank has left, and its answer may be missing."""
+        """Check all lanes with different calls again, because a rank has left, and its description may be missing."""
         for lane in list(self._disagreeing):
             self._reconsider(lane)
 
@@ -151,7 +161,7 @@ class LaneCollectives:
             self._transport.tell_all(lambda number: wire.LaneDispute(number, lane, text))
 
     def _reconsider(self, lane: int) -> None:
-        """Fail the collective of a lane in which a rank makes another call, once that call is known."""
+        """Fail the collective of a lane in which another rank's call differs, once that call's description is known."""
         rank, work = self._disagreeing.get(lane), self._first(lane)
         if rank is None or work is None:
             return

@@ -1,4 +1,4 @@
-"""A thread that waits for notes of other ranks to this rank's core, because the loop may be busy when they arrive."""
+"""A thread that waits for other ranks' notes to this rank's core, because the loop may be busy when a note arrives."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _log = logging.getLogger("aiocomms")
 class Listener:
     """A thread that calls a method after each write to an eventfd.
 
-    The thread does not keep the method's object alive, and ends with it. Between writes it sleeps in the kernel.
+    The thread does not keep the method's object alive, and ends when the object ends. Between writes the thread sleeps.
     """
 
     def __init__(self, fd: int, hear: Callable[[], object]) -> None:
         """Start the thread.
 
-        :param fd: the eventfd, which is duplicated.
+        :param fd: the eventfd, which this method duplicates.
         :param hear: a bound method.
         :raises RuntimeError: no thread can be started.
         :raises OSError: the process has no free descriptor.

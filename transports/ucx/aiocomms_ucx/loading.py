@@ -1,4 +1,4 @@
-"""The loading of UCX, to which the engine links. UCX reads its settings from the environment only at this time."""
+"""The loading of UCX, to which the engine links. UCX reads its settings from the environment only when it is loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ except ImportError:
     ) from None
 
 _NO_SIGNALS: Final = {"UCX_DEBUG_SIGNO": "0", "UCX_HANDLE_ERRORS": "none"}
-"""The settings with which UCX handles no signal. Without them a process survives SIGHUP after UCX is loaded."""
+"""The settings with which UCX handles no signal. Without these settings, UCX would make a process survive SIGHUP."""
 _NO_HOOKS: Final = {"UCX_MEM_MMAP_HOOK_MODE": "none"}
 """The setting with which UCX does not change libc.
 
@@ -30,14 +30,14 @@ _REGISTER_NOTHING: Final = ("libuct_cma", "libucx_perftest", "libucx_perftest_cu
 _OF_CUDA: Final = ("libuct_cuda", "libucm_cuda")
 """UCX modules that cannot be loaded without the driver's library."""
 _LIBRARIES: Final = ("libucs", "libucs_signal", "libuct", "libucp")
-"""The libraries that the wheel loads, in its order."""
+"""The libraries that the wheel loads, in the wheel's order."""
 _SYSTEM: Final = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
 _CHOSEN: Final = (_SYSTEM, "UCX_MODULE_DIR")
-"""The user's settings that may load other modules than the wheel's."""
+"""The user's settings with which UCX may load other modules than the wheel's modules."""
 
 
 def load_ucx() -> None:
-    """Load UCX. It handles no signals, except those that the user has set in UCX's variables.
+    """Load UCX. UCX then handles no signals, except those that the user has set in UCX's variables.
 
     UCX does not change libc's functions if there is no device to register memory with.
     """

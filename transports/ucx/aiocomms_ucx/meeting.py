@@ -1,7 +1,7 @@
-"""The meeting of a communicator's ranks: they share memory on each host, and prove that they can exchange messages.
+"""The opening of a communicator: the ranks share memory on each host, and test whether they can exchange messages.
 
-Each pair of ranks exchanges a message of each kind before the user's first message. So all ranks report a fault in a
-rank's environment while the communicator forms. A fault does not make a rank look dead.
+Each pair of ranks exchanges a message of each kind before the user's first message. So while the communicator forms,
+all ranks report a fault in a rank's environment. Such a fault does not look like the death of a rank.
 """
 
 from __future__ import annotations
@@ -28,17 +28,23 @@ from aiocomms_ucx.windows import open_segment
 
 _NONE: Final = -1
 _CHANNEL: Final = 15
-"""The channel of the proofs, which no op family uses."""
+"""The channel of the test messages, which no op family uses."""
 _SIZES: Final = (8, 128 * 1024)
-"""The sizes of the proofs in bytes. UCX copies the small one. The receiver, or UCX by rendezvous, copies the large."""
+"""The sizes of the test messages in bytes.
+
+UCX copies the small message. The receiver, or UCX by rendezvous, copies the large message.
+"""
 _WORD: Final = 8
-"""The bytes of one element of a proof. With smaller elements, torch would use threads that spin on all cores."""
+"""The bytes of one element of a test message. With smaller elements, torch would use threads that spin on all cores."""
 _ALL: Final = 16
-"""The most ranks with which all pairs exchange proofs. With more ranks, pairs at a distance of a power of two do."""
+"""The most ranks for which all pairs exchange test messages.
+
+With more ranks, only pairs whose distance is a power of two do.
+"""
 _MOST_HERE: Final = 2048
 """The most ranks of one host. In all_to_all, a slot of the shared memory has a cache line for each rank."""
 _SHARE: Final = 0.5
-"""The share of the remaining time for the proofs. The rest is for the exchange of failures."""
+"""The share of the remaining time for the test messages. The rest is for the exchange of failures."""
 _PAUSE: Final = 0.0002
 
 
@@ -63,8 +69,8 @@ MEMBERS: Final = ControlCodec[MemberRecord](MemberRecord, "the record of a membe
 async def meet(transport: FormingMember, rendezvous: Rendezvous, *, first: bool) -> None:
     """Open the communicator. All ranks must call this function.
 
-    :param first: whether it is the engines' first communicator, before any message between these engines.
-    :raises CommError: a rank could not open it. All ranks raise the same error.
+    :param first: whether this is the engines' first communicator, before any message between these engines.
+    :raises CommError: a rank could not open the communicator. All ranks raise the same error.
     """
     rank, size = transport.rank, transport.size
     check_crowd(transport.hosts)
@@ -113,7 +119,7 @@ def _create(rank: int, here: list[int], pooled: bool) -> tuple[int, str]:
 
 
 def _open(transport: FormingMember, members: list[MemberRecord], here: list[int], pooled: bool) -> str:
-    """Open the communicator in the engine. Return the text of a failure, because other ranks' proofs must continue."""
+    """Open the communicator in the engine. Return the text of a failure, because other ranks' tests must continue."""
     numbers = {host: number for number, host in enumerate(dict.fromkeys(transport.hosts))}
     hosts = [numbers[host] for host in transport.hosts]
     readable = all(members[peer].reads for peer in here)
@@ -136,7 +142,7 @@ def _open(transport: FormingMember, members: list[MemberRecord], here: list[int]
 
 
 class _Trial:
-    """A message of a proof, which the transport treats as a user's message."""
+    """A test message, which the transport treats as a user's message."""
 
     hints = None
 
@@ -176,7 +182,7 @@ class _Trial:
 
 
 async def _prove(transport: FormingMember, trouble: str, seconds: float) -> str:
-    """Exchange messages with other ranks. Return the failure on this rank.
+    """Exchange test messages with other ranks. Return the failure on this rank.
 
     :param trouble: the failure that is already known; empty if there is none.
     :param seconds: the most seconds for the messages.
@@ -219,7 +225,7 @@ def _trials(transport: FormingMember) -> Iterator[_Trial]:
 
 
 def _word(rank: int) -> int:
-    """Return the element that a rank's proofs repeat."""
+    """Return the element that fills a rank's test messages."""
     return int.from_bytes(bytes([1 + rank % 255]) * _WORD, sys.byteorder, signed=True)
 
 
@@ -229,7 +235,7 @@ def _filled(nbytes: int, word: int) -> torch.Tensor:
 
 
 def _partners(rank: int, size: int) -> list[int]:
-    """Return the ranks with which a rank exchanges proofs. The relation is symmetric."""
+    """Return the ranks with which a rank exchanges test messages. The relation is symmetric."""
     if size <= _ALL:
         return [peer for peer in range(size) if peer != rank]
     steps = [1 << n for n in range((size - 1).bit_length())]

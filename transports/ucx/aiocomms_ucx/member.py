@@ -1,4 +1,4 @@
-"""The interface of the transport for its parts: the rank, its peers, posts to the engine, and outcomes."""
+"""The interface of the transport for its parts: this rank, the peers, posts to the engine, and outcomes."""
 
 from __future__ import annotations
 
@@ -38,22 +38,25 @@ class Member(Protocol):
         """Return whether a rank is on another host."""
 
     def ends_soon(self, peer: int | None) -> bool:
-        """Return whether the communicator is about to end because a rank of this host has died or lost it."""
+        """Return whether the communicator will soon end, because a peer on this host has died or lost it."""
 
     def hand_over(self, op: ops.Op, work: Completion) -> float | None:
         """Post an op to the engine at once."""
 
     def follow(self, work: Completion, done: bool) -> None:
-        """Complete an op that the engine has if it is done, else keep it until it is."""
+        """Complete an op that the engine has got, if the op is done; otherwise keep the op until it is done."""
 
     def hold(self, whether: bool) -> None:
-        """Hold collectives back in Python, or pass them to the engine again."""
+        """Keep new collectives in Python, or pass collectives to the engine again."""
 
     def follow_collective(self, work: Completion, done: bool) -> None:
         """Do the same as :meth:`follow` for a collective, which gets a number."""
 
     def tell_all(self, frame: Callable[[int], wire.Frame]) -> None:
-        """Send a frame to all ranks. ``frame`` makes it from each rank's number of this communicator."""
+        """Send a frame to all ranks.
+
+        ``frame`` makes the frame for a rank from that rank's number of this communicator.
+        """
 
 
 class FormingMember(Member, Protocol):

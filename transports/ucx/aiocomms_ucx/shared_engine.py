@@ -1,4 +1,4 @@
-"""The engine that communicators share: those of a family, or of an endpoint; and the works that wait for it."""
+"""The engine that the communicators of a family or of an endpoint share, and the works that wait for this engine."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ from aiocomms_ucx._engine import Engine, Kept, NoticeKind
 from aiocomms_ucx.listener import Listener
 
 _GOODBYE: Final = 2.0
-"""Seconds within which the peers' engines must confirm that they have received all data. Their loops need not run."""
+"""Seconds within which the peers' engines must confirm that they have received all data.
+
+The peers' loops need not run.
+"""
 
 _MOST_PARTED: Final = 64
-"""The number of parted peers after which new communicators get a new engine.
+"""The number of disconnected peers after which new communicators get a new engine.
 
 After a message of more than some 40 bytes, UCX frees an endpoint of 85 KiB only with its worker.
 """
@@ -37,7 +40,10 @@ class Finisher(Protocol):
     """The receiver of an op's outcome: a transport, or the lanes of one."""
 
     def finish(self, work: Completion, index: int, status: int, a: int, b: int) -> None:
-        """Complete an op that has ended. Its work may be done, because the engine also reports abandoned ops."""
+        """Complete an op that has ended.
+
+        The work may already be done, because the engine also reports abandoned ops.
+        """
 
 
 class Lanes(Protocol):
@@ -47,7 +53,7 @@ class Lanes(Protocol):
         """Fail the running collective of a lane, because a rank that it needs has closed the communicator."""
 
     def disagrees(self, rank: int, lane: int) -> None:
-        """Handle a rank's call in a lane that differs from this rank's. That rank describes its call later."""
+        """Handle a rank's call in a lane that differs from this rank's call. That rank describes its call later."""
 
 
 class Sharer(Protocol):
@@ -61,13 +67,13 @@ class Sharer(Protocol):
         """The communicator's lanes."""
 
     def rank_of(self, peer: int) -> int | None:
-        """Return the rank of a peer of the engine in this communicator; None if it is not a member."""
+        """Return the rank of an engine's peer in this communicator; None if the peer is not a member."""
 
     def far(self, rank: int) -> bool:
         """Return whether a rank is on another host."""
 
     def lost(self, peer: int) -> None:
-        """Handle a connection to an engine's peer that has broken without a goodbye."""
+        """Handle a connection to an engine's peer that has broken without a close by the peer."""
 
     def misled(self, peer: int, what: str) -> None:
         """Lose the communicator because a peer of the engine has sent invalid data."""
@@ -79,14 +85,14 @@ class Sharer(Protocol):
         """Handle a rank that has closed this communicator after ``collectives`` collectives."""
 
     def disagrees(self, rank: int, index: int) -> None:
-        """Describe this rank's call to all ranks, because the engine has found that a rank makes another call."""
+        """Describe this rank's call to all ranks, because the engine has found that another rank's call differs."""
 
     def hear(self, rank: int, said: wire.Frame) -> None:
         """Handle a frame from a rank. Any thread may pass a note to this method."""
 
 
 Entry = tuple[Finisher, Completion, int, Kept | None]
-"""The finisher of an op, its work, the number of a collective or of its lane, and the op's memory."""
+"""The finisher of an op, the op's work, the number of a collective or of its lane, and the op's memory."""
 
 
 def kept(work: Completion) -> Kept:
@@ -101,7 +107,8 @@ def kept(work: Completion) -> Kept:
 class SharedEngine:
     """One rank's engine, and the communicators that share it. Methods run on the loop's thread by default.
 
-    The engine ends with its last communicator. It parts from another engine with the last communicator of both.
+    The engine ends with its last communicator. It disconnects from another engine when the last communicator of both
+    engines ends.
     """
 
     def __init__(self, engine: Engine, cuda: Cuda | None = None) -> None:
@@ -114,7 +121,7 @@ class SharedEngine:
         self.cuda = cuda
         self.number: int = engine.number
         self.numbers = itertools.count(self.number + 1)
-        """The numbers for later engines of other ranks, if this engine belongs to an endpoint."""
+        """The numbers for further engines of other ranks, if this engine belongs to an endpoint."""
         self.forming = 0
         """The number of communicators that are about to share the engine."""
         self.transports: dict[int, Sharer] = {}
@@ -127,12 +134,12 @@ class SharedEngine:
         self._known: dict[int, list[Any]] = {}
         """The addresses of the connections with each other engine, by the engine's number."""
         self._uses: Counter[int] = Counter()
-        """The number of communicators with each other engine."""
+        """The number of communicators that this engine shares with each other engine."""
         self._silent: set[int] = set()
-        """The engines for whose goodbye this engine does not wait."""
+        """The engines whose confirmation this engine does not await when it disconnects from them."""
         self._retired = self._closed = False
         self._parted = 0
-        """The number of engines from which this one has parted."""
+        """The number of engines from which this engine has disconnected."""
         cookie = secrets.randbits(64)
         engine.introduce(self.number, engine.address(), -1, os.getpid(), (cookie, cookie), self.number, 0)
         register(self)
@@ -147,7 +154,7 @@ class SharedEngine:
 
     @property
     def lasts(self) -> bool:
-        """True while new communicators may share the engine. It has not failed, and few peers have parted from it."""
+        """True while new communicators may share the engine: it has not failed, and has disconnected from few peers."""
         return not (self._retired or self._closed) and self._parted < _MOST_PARTED
 
     def introduce(
@@ -169,7 +176,7 @@ class SharedEngine:
             raise
 
     def distrust(self, peers: Collection[int]) -> None:
-        """Do not wait for the goodbyes of some peers. They are dead or silent, or do not know this engine."""
+        """Do not wait for confirmations of some peers, which are dead or silent, or do not know this engine."""
         self._silent.update(self._known.keys() & peers)
 
     def join(self, group: int, transport: Sharer) -> None:
@@ -180,7 +187,8 @@ class SharedEngine:
     def progress(self) -> bool | None:
         """Make progress, and pass on outcomes and notices.
 
-        :returns: whether there were outcomes or notices; None if there were none and the engine's thread goes on.
+        :returns: whether there were outcomes or notices; None if there were none, and the engine's thread continues the
+            work.
         """
         happened = self.engine.progress()
         if happened is None:
@@ -241,7 +249,7 @@ class SharedEngine:
             transport.hear(rank, frame)
 
     def _misled(self, peer: int, what: str) -> None:
-        """Fail all communicators with a rank whose frames or messages are invalid."""
+        """Fail all communicators that contain a rank whose frames or messages are invalid."""
         for transport in list(self.transports.values()):
             transport.misled(peer, what)
 
@@ -252,7 +260,7 @@ class SharedEngine:
         await self.settle()
 
     async def settle(self) -> None:
-        """Part from peers without a common communicator. Close the engine if no communicator is left or forms."""
+        """Disconnect from peers without a common communicator. If no communicator exists or forms, close the engine."""
         with anyio.CancelScope(shield=True):  # This takes at most some seconds.
             await self._settle()
 
@@ -278,7 +286,7 @@ class SharedEngine:
                 self._unshared.remove(address)
 
     def _part(self, peers: Collection[int], silent: Collection[int]) -> bool:
-        """Part from some peers. This method blocks, off the loop.
+        """Disconnect from some peers. This method blocks, off the loop.
 
         :returns: whether UCX has freed all memory of these peers.
         """
@@ -299,7 +307,7 @@ _open_engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()
 
 
 def _stop_all() -> None:
-    """Halt all engines at exit, because UCX must not run while the process ends, and a loop's thread may continue."""
+    """Halt all engines at exit, because UCX must not run while the process ends, but a loop's thread may still run."""
     for shared in list(_open_engines):
         shared.engine.halt()
 

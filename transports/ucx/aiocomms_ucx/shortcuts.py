@@ -1,4 +1,4 @@
-"""The transport's side of shortcuts, which are native code that starts plain ops. See the engine's sources."""
+"""The transport's part of shortcuts. Shortcuts are native code that starts plain ops; see the engine's sources."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KINDS: Final[dict[str, tuple[type[ops.Op], int]]] = {cls.name: (cls, FORMS.get(c
 
 
 def _operators() -> list[tuple[object, int, int]]:
-    """Return the operators without a factor, the default first: their numbers, and a bit for each dtype they take."""
+    """Return the operators without a factor, with their numbers and a bit for each dtype. The default is first."""
     names = [f"torch.{name}" for name in dtype_names()]
     plain = [ReduceOp.SUM, *(op for kind in SUPPORTED if (op := getattr(ReduceOp, kind.upper(), None)))]
     found: list[tuple[object, int, int]] = []
@@ -77,12 +77,12 @@ class Hastened(NativeTransport):
         return self._native
 
     def hold(self, whether: bool) -> None:
-        """Hold collectives back in Python, or pass them to the engine again."""
+        """Keep new collectives in Python, or pass collectives to the engine again."""
         if self._native is not None:
             self._native.held = whether
 
     def look_after(self, index: int) -> None:
-        """Handle outcomes since the engine got an op, which is kept by now.
+        """Handle outcomes since the engine got an op. The transport already keeps the op.
 
         :param index: the op's number among the collectives; -1 if the op is no collective.
         """

@@ -1,4 +1,4 @@
-"""Speeds of copies by this host's processor and kernel, measured at the first engine's start and kept for the user."""
+"""Speeds of copies by this host's processor and kernel, measured when the first engine starts, and stored in a file."""
 
 from __future__ import annotations
 
@@ -23,28 +23,31 @@ _DISTRIBUTION: Final = "aiocomms-ucx"
 _AS_IT_IS = os.O_NOFOLLOW | os.O_NONBLOCK
 """The flags with which ``open`` follows no link, and does not block on a pipe without a writer."""
 _LONGEST: Final = 4096
-"""The most bytes that are read from the file, which has some 200 bytes, and from ``/proc/cpuinfo``."""
+"""The most bytes that are read from ``/proc/cpuinfo``, and from the file, which has some 200 bytes."""
 _HARDLY_SLOWER: Final = 1.25
-"""The factor by which reads in place may be slower. They need no rounds of slots, and the cache may have the part."""
+"""The factor by which reads in place may be slower.
+
+Such reads need no rounds of slots, and the cache may have the part.
+"""
 
 _Nanoseconds = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
 
 
 class Speeds(msgspec.Struct, frozen=True):
-    """The times of two ways to move ``MEASURED_BYTES`` from one process to another, and the place of measurement."""
+    """The times of two ways to move ``MEASURED_BYTES`` from one process to another, and the measured system."""
 
     processor: str
     system: str
     version: str
     """The version of this package, because another version may measure other times."""
     read: _Nanoseconds
-    """Nanoseconds in which the kernel reads the bytes in place."""
+    """Nanoseconds in which the kernel reads the bytes directly from the other process."""
     copied: _Nanoseconds
     """Nanoseconds of the two copies, into a slot of shared memory and out of it."""
 
     @property
     def reads_in_place(self) -> bool:
-        """True if ranks read large parts in place, and do not use slots."""
+        """True if ranks read large parts directly from other ranks' tensors, and do not use slots."""
         return self.read <= _HARDLY_SLOWER * self.copied
 
 
@@ -57,7 +60,10 @@ class Found(NamedTuple):
 
 @functools.cache
 def find() -> Found:
-    """Return the kept speeds, or measure and keep them. This function blocks, for less than 1 ms if a core is free."""
+    """Return the stored speeds, or measure and store them.
+
+    This function blocks, for less than 1 ms if a core is free.
+    """
     return _find(_path(), measure_speeds)
 
 
@@ -98,7 +104,7 @@ def _path(cpuinfo: Path = Path("/proc/cpuinfo")) -> Path | None:
 
 
 def _place(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, str, str]:
-    """Return the place of measurement: the processor's name, the kernel and this package's version."""
+    """Return the system that is measured: the processor's name, the kernel and this package's version."""
     about = ""
     with contextlib.suppress(OSError), cpuinfo.open("rb") as file:
         about = file.read(_LONGEST).decode(errors="replace")
@@ -108,7 +114,7 @@ def _place(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, str, str]:
 
 
 def _kept(path: Path) -> Speeds | None:
-    """Return the speeds in a file; None unless the file belongs to this user and this place, and is complete."""
+    """Return the speeds in a file; None unless the file is complete, this user's, and of this system."""
     try:
         # Unlike os.fdopen, open() closes the descriptor if it is a folder's.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _AS_IT_IS)) as file:

@@ -1,4 +1,4 @@
-"""The end of an op: the engine's statuses, and the error for each."""
+"""The end of an op: the engine's statuses, and the error for each status."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _DTYPES: Final = tuple(getattr(torch, name) for name in dtype_names())
 _GONE: Final = frozenset({3, 24, 25, 80})
 """UCX's errors for a broken connection (ucs/type/status.h, without the sign).
 
-The error 6, "destination is unreachable", is not among them. UCX also reports it for a rank that is alive if this
-process has no free descriptors.
+The error 6, "destination is unreachable", is not among them. If this process has no free descriptors, UCX reports this
+error also for a rank that is alive.
 """
 
 
 def error_of(op: Any, status: int, a: int, b: int, rank: int, size: int, *, lives: bool = False) -> CommError:
     """Return the error for a status other than DONE and DROPPED, with its details ``a`` and ``b``, on a rank.
 
-    :param lives: whether the op's peer is known to be alive. Then the error must not report its death.
+    :param lives: whether the op's peer is known to be alive. Then the error must not report the peer's death.
     """
     if status == CLOSED:
         return closed_by(a)
@@ -55,7 +55,7 @@ def found(op: Any, nbytes: int, dtype: int) -> ops.Message:
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a process of this host has ended or is ending, when its memory is already released."""
+    """Return whether a process of this host has ended, or is ending and has already released its memory."""
     try:
         Path(f"/proc/{pid}/exe").readlink()
     except FileNotFoundError:

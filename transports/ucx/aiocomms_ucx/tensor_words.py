@@ -1,9 +1,9 @@
-"""The offsets of words in a tensor that native code reads to avoid three calls of torch.
+"""The offsets of memory words in a tensor. Native code reads these words to avoid three calls of torch.
 
-``is_neg()``, ``is_conj()`` and ``requires_grad`` are calls of some 100 ns each. Torch answers them from two words of
-the tensor's C++ object (``c10/core/TensorImpl.h``). One is the set of its dispatch keys. The other is the pointer to
-its autograd data, which is null if the tensor has none. The offsets are no part of torch's interface. So :func:`find`
-compares tensors with known answers. If it finds no offsets, native code calls torch.
+``is_neg()``, ``is_conj()`` and ``requires_grad`` are calls of some 100 ns each. Torch reads the answers from two words
+of the tensor's C++ object (``c10/core/TensorImpl.h``). One word is the set of the tensor's dispatch keys. The other
+word is the pointer to the autograd data, which is null if there are none. The offsets are no part of torch's interface.
+So :func:`find` compares tensors with known answers. If it finds no offsets, native code calls torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from aiocomms.lowlevel import unaffected
 from aiocomms.ops.buffers import arange, zeros
 
 WORDS = 24
-"""The number of words that are compared. With pointers of 8 bytes, every ``TensorImpl`` has at least that many."""
+"""The number of words that are compared.
+
+With pointers of 8 bytes, every ``TensorImpl`` has at least this number of words.
+"""
 
 
 class TensorWords(NamedTuple):

@@ -1,4 +1,4 @@
-"""The plug-in: :class:`UcxTransport` is one communicator on an engine that it shares with others."""
+"""The plug-in: :class:`UcxTransport` is one communicator on an engine, which other communicators share."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _STEPS: Final = frozenset({ops.WindowOpen, ops.WindowClose, ops.FetchAdd, ops.Co
 
 
 class UcxTransport(LaneTransport, Hastened):
-    """The transport over UCX. Ranks of one host do collectives in shared memory, and hosts do them over UCX."""
+    """The transport over UCX. Collectives use shared memory within a host, and UCX between hosts."""
 
     capabilities = Capabilities(
         ops=(ops.P2P - {ops.Batch}) | ops.ARRIVALS | ops.COLLECTIVES | ops.RMA | ops.RUNS,
@@ -83,12 +83,15 @@ class UcxTransport(LaneTransport, Hastened):
 
     @classmethod
     def probe(cls, device: torch.device) -> str | None:
-        """See :meth:`Transport.probe`. Where UCX cannot be loaded, this module cannot be imported."""
+        """See :meth:`Transport.probe`. If UCX cannot be loaded, this module cannot be imported."""
         return None if device.type == "cpu" else no_cuda_in_ucx()
 
     @classmethod
     def preference(cls, device: torch.device, size: int, family: ops.Family) -> int:
-        """See :meth:`Transport.preference`. It is the fastest on CPUs; on GPUs, collectives are made of messages."""
+        """See :meth:`Transport.preference`.
+
+        This transport is the fastest on CPUs. On GPUs, its collectives consist of messages.
+        """
         return 0 if device.type == "cuda" and family == "collectives" else 50
 
     @classmethod
@@ -129,7 +132,7 @@ class UcxTransport(LaneTransport, Hastened):
         return self
 
     def named(self, numbers: Sequence[int]) -> None:
-        """Store this communicator's numbers in the ranks' engines."""
+        """Store the number that each rank's engine gives to this communicator."""
         self._numbers = list(numbers)
 
     @property
@@ -172,7 +175,7 @@ class UcxTransport(LaneTransport, Hastened):
         return None
 
     hand_over = post
-    """The immediate post to the engine. A subclass may call it later than ``post``."""
+    """The immediate post to the engine. The ``post`` of a subclass may call this method later."""
 
     def post_in_lane(self, op: ops.Op, lane: int, work: Completion) -> float | None:
         """See :meth:`LaneTransport.post_in_lane`."""
@@ -187,14 +190,14 @@ class UcxTransport(LaneTransport, Hastened):
         self.lanes.forget(lane, rank)
 
     def follow(self, work: Completion, done: bool) -> None:
-        """Complete an op that the engine has if it is done, else keep it until it is."""
+        """Complete an op that the engine has got, if the op is done; otherwise keep the op until it is done."""
         if done:
             return work.complete()
         self.shared.pending[id(work)] = (self, work, PLAIN, kept(work))
         return self.look_after(PLAIN)
 
     def follow_collective(self, work: Completion, done: bool) -> None:
-        """Give a number to a collective that the engine has. Complete it if it is done, else keep it until it is."""
+        """Give a number to a collective that the engine has got. Then do the same as :meth:`follow`."""
         index = self.call_count.next()
         if done:
             return self.finish(work, index, DONE, 0, 0)
@@ -203,7 +206,10 @@ class UcxTransport(LaneTransport, Hastened):
         return self.look_after(index)
 
     def finish(self, work: Completion, index: int, status: int, a: int, b: int) -> None:
-        """Complete an op that has ended. Its work may be done, because the engine also reports abandoned ops."""
+        """Complete an op that has ended.
+
+        The work may already be done, because the engine also reports abandoned ops.
+        """
         collective = index != PLAIN
         if collective:
             self._collectives.pop(index, None)
@@ -226,7 +232,7 @@ class UcxTransport(LaneTransport, Hastened):
             work.complete(found(work.op, a, b) if isinstance(work.op, ops.Probe) else OP_RESULT)
 
     def ends_soon(self, peer: int | None) -> bool:
-        """Return whether the communicator is about to end because a rank of this host has died or lost it."""
+        """Return whether the communicator will soon end, because a peer on this host has died or lost it."""
         if peer is None or self.far(peer):
             return False
         if self.engine.has_let_go(self.group, peer):
@@ -241,7 +247,10 @@ class UcxTransport(LaneTransport, Hastened):
         return self.shared.progress()
 
     def fileno(self) -> int | None:
-        """See :meth:`Transport.fileno`. It is the engine's descriptor, which all its communicators share."""
+        """See :meth:`Transport.fileno`.
+
+        The result is the engine's descriptor, which all communicators of the engine share.
+        """
         return self.engine.fileno()
 
     def try_cancel(self, work: Completion) -> bool:
@@ -272,15 +281,18 @@ class UcxTransport(LaneTransport, Hastened):
         return [math.inf if rank == self.rank else sign / 1e9 for rank, sign in enumerate(signs)]
 
     def shared_memory(self) -> int:
-        """See :meth:`Transport.shared_memory`. It counts the segment of this host's ranks and this rank's windows."""
+        """See :meth:`Transport.shared_memory`.
+
+        The result counts the memory of this host's ranks and this rank's windows.
+        """
         return self.segment + self._windows.shared()
 
     def side_channel(self) -> UcxSideChannel:
-        """See :meth:`Transport.side_channel`. The control connections to ranks that are alive stay."""
+        """See :meth:`Transport.side_channel`. The control connections to ranks that are alive stay open."""
         return UcxSideChannel(self)
 
     def say(self, rank: int, note: bytes) -> bool:
-        """See :meth:`Transport.say`. A note uses the control connections, and a thread for notes alone receives it."""
+        """See :meth:`Transport.say`. A control connection carries the note, and a separate thread receives it."""
         with self._ending:
             if not self._closed:
                 self._tell(rank, wire.Note(self._numbers[rank], note))
@@ -293,11 +305,11 @@ class UcxTransport(LaneTransport, Hastened):
         return self.hosts[rank] != self.hosts[self.rank]
 
     def rank_of(self, peer: int) -> int | None:
-        """Return the rank of a peer of the engine in this communicator; None if it is not a member."""
+        """Return the rank of an engine's peer in this communicator; None if the peer is not a member."""
         return self.peers.index(peer) if peer in self.peers else None
 
     def lost(self, peer: int) -> None:
-        """Handle a connection to an engine's peer that has broken without a goodbye."""
+        """Handle a connection to an engine's peer that has broken without a close by the peer."""
         rank = self.rank_of(peer)
         if rank is not None:
             self.gone.add(rank)
@@ -323,7 +335,7 @@ class UcxTransport(LaneTransport, Hastened):
         self.lanes.reconsider()
 
     def disagrees(self, rank: int, index: int) -> None:
-        """Describe this rank's call to all ranks, because the engine has found that a rank makes another call."""
+        """Describe this rank's call to all ranks, because the engine has found that another rank's call differs."""
         work = self._collectives.get(index)
         if work is not None:
             text = describe(work.op)
@@ -372,7 +384,10 @@ class UcxTransport(LaneTransport, Hastened):
         self.on_failure(self._failure)
 
     def tell_all(self, frame: Callable[[int], wire.Frame]) -> None:
-        """Send a frame to all ranks. ``frame`` makes it from each rank's number of this communicator."""
+        """Send a frame to all ranks.
+
+        ``frame`` makes the frame for a rank from that rank's number of this communicator.
+        """
         for rank, number in enumerate(self._numbers):
             self._tell(rank, frame(number))
 

@@ -1,4 +1,4 @@
-"""The windows: each rank's memory in a window, and this process's access to it."""
+"""The windows: each rank's memory in a window, and this process's access to that memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class WindowPart(msgspec.Struct, array_like=True):
     """The offset of the part in the shared memory, in bytes."""
     shape: tuple[int, ...]
     itemsize: int
-    """The bytes of an element."""
+    """The size of an element in bytes."""
     address: int
     rkey: bytes
     ipc: list[tuple[Any, ...] | None] = []
@@ -58,7 +58,7 @@ class WindowHandle:
         self.exchange: tuple[Tensor, Tensor] | None = None
         """This rank's record and all ranks' records, while the window opens."""
         self.kept: Kept | None = None
-        """The object that keeps this rank's part in place; None before the window opens, and when it is closed."""
+        """The object that keeps this rank's part in place; None before the window opens and after it is closed."""
 
 
 class Windows:
@@ -78,7 +78,7 @@ class Windows:
         self.behind: deque[Completion] | None = None
         """The collectives after a window that waits to close; None if there is no such window.
 
-        The window waits for its one-sided operations before it takes its place among the collectives."""
+        Before the close takes its place among the collectives, the window waits for its one-sided operations."""
 
     def post(self, op: Any, work: Completion) -> None:
         """Start a one-sided operation, or the opening or closing of a window."""
@@ -209,7 +209,8 @@ class Windows:
         """Move a tensor's storage, with all its views, to memory that can be shared.
 
         :returns: the descriptor, which belongs to the storage; -1 if there is no rank to share with, or if the storage
-            cannot be moved. Then it is not torch's own memory, or other code has its address.
+            cannot be moved. A storage cannot be moved if its memory is not torch's own, or if other code has its
+            address.
         """
         transport, storage = self._transport, tensor.untyped_storage()
         alone = not any(not transport.far(rank) for rank in range(transport.size) if rank != transport.rank)
@@ -248,7 +249,7 @@ class Windows:
     def _entered(
         self, handle: WindowHandle, parts: list[WindowPart], reached: Iterable[Tensor | None], work: Completion
     ) -> None:
-        """Pass all parts and the mapped tensors to the engine, and end the opening.
+        """Pass all parts and the mapped tensors to the engine, and complete the opening.
 
         :param reached: the mapped tensor or None for each part. Its iteration raises the error of a part.
         """
@@ -306,7 +307,7 @@ class Windows:
         self._transport.hold(True)
 
     def _post_behind(self) -> None:
-        """Post the collectives after a window that has taken its place, up to the next window that waits to close."""
+        """Post the collectives that waited for a window's close, up to the next window that waits to close."""
         try:
             behind, self.behind = self.behind, None
             while behind and self.behind is None:
@@ -333,8 +334,8 @@ class Windows:
 def open_segment(rank: int, pid: int, number: int) -> int:
     """Open the shared memory for a host's collectives by its descriptor in another rank's process.
 
-    :raises PeerDiedError: that process has ended.
-    :raises ProtocolError: the descriptor is not such memory: it is a file, or memory of another user, or memory that
+    :raises PeerDiedError: the other process has ended.
+    :raises ProtocolError: the descriptor is not such memory. It is a file, or memory of another user, or memory that
         could be truncated while this rank uses it.
     """
     try:

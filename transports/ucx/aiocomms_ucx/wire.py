@@ -23,7 +23,7 @@ class Dispute(msgspec.Struct, tag=True, array_like=True):
 
 
 class LaneDispute(msgspec.Struct, tag=True, array_like=True):
-    """The sender describes its call in a lane. The text is empty if it has no call."""
+    """The sender describes its call in a lane. The text is empty if the sender has no call."""
 
     group: int
     lane: int
@@ -39,7 +39,7 @@ class Abort(msgspec.Struct, tag=True, array_like=True):
 
 
 class Note(msgspec.Struct, tag=True, array_like=True):
-    """A note from the sender's core to the receiver's core. It is received also while the loop is busy."""
+    """A note from the sender's core to the receiver's core. The receiver gets the note also while its loop is busy."""
 
     group: int
     text: bytes
