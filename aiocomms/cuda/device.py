@@ -49,7 +49,7 @@ class Cuda(Protocol):
         """The number of the device in this process."""
 
     def functions(self) -> Mapping[str, int] | None:
-        """Return the addresses of the runtime's functions, for native code; None if they are not found."""
+        """Return the addresses of the runtime's functions, for native code; None if some function is not found."""
 
     def activate(self) -> None:
         """Make the device the current one of this thread."""
@@ -91,7 +91,7 @@ class Cuda(Protocol):
         """Return the record with which one other process maps memory; None for memory that CUDA cannot share."""
 
     def map(self, shared: Shared) -> Mapped | None:
-        """Map another process's memory. The call blocks, so do not make it on the event loop.
+        """Map another process's memory. The call blocks, so do not call this on the event loop.
 
         :returns: the memory; None if this process does not see the memory's GPU, or CUDA refuses.
         """
@@ -193,7 +193,7 @@ def no_gpu(device: torch.device) -> str | None:
 
 
 def _why_no_gpu() -> str:
-    """Return torch's own error text, or an empty text. It distinguishes an outdated driver from a missing driver."""
+    """Return torch's error text, which distinguishes outdated and missing drivers; empty without an error."""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except Exception as error:

@@ -19,7 +19,7 @@ from torch import UntypedStorage
 from aiocomms.cuda import runtime
 
 Shared = tuple[Any, ...]
-"""The record with which one other process maps memory: the identifier of its GPU, and torch's own values."""
+"""The record with which one other process maps memory: the identifier of the memory's GPU, and torch's own values."""
 
 _COUNTERS: Final = 10_000
 """The number of counters in each of torch's counter files (``CUDA_IPC_REF_COUNTER_FILE_SIZE``)."""
@@ -73,7 +73,7 @@ def share(storage: UntypedStorage) -> Shared | None:
 
 
 def map_shared(index: int, shared: Shared) -> TorchMapped | None:
-    """Map another process's memory. The call blocks, so do not make it on the event loop.
+    """Map another process's memory. The call blocks, so do not call this on the event loop.
 
     :param index: the device that copies from and to the memory.
     :returns: the memory; None if this process does not see the memory's GPU, or CUDA refuses.

@@ -1,6 +1,6 @@
 """Marks in the stream of a calling thread, after which the event loop's thread begins an op.
 
-An op waits for all work that was in its caller's stream at the call, and for no later work. So the call records an
+An op waits for all work that was in the caller's stream at the call, and for no later work. So the call records an
 event. The event loop's thread then begins the op with another current stream, the *shadow* of the caller's stream. The
 shadow waits for the event. Only ops that consist of messages enqueue work on a shadow.
 """
@@ -50,7 +50,7 @@ class CallerMark:
 
 
 class CallerMarks:
-    """The marks of one communicator's calls, from any thread."""
+    """The marks of all calls on one communicator, which any thread may make."""
 
     def __init__(self, cuda: Cuda) -> None:
         self.cuda: Cuda = cuda

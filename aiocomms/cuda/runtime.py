@@ -95,7 +95,10 @@ def unmap(address: int) -> None:
 
 
 def reach(index: int) -> None:
-    """Let the current device access another device's memory if it can; otherwise CUDA copies through the host."""
+    """Let the current device access another device's memory, if this is possible.
+
+    Otherwise CUDA copies through the host.
+    """
     if library().cudaDeviceEnablePeerAccess(ctypes.c_int(index), ctypes.c_uint(0)):
         library().cudaGetLastError()  # This clears the error, which torch would otherwise raise later.
 

@@ -67,7 +67,7 @@ class Stopping(Protocol):
         """See :meth:`aiocomms.transport.Transport.post_at_once`."""
 
     def forget(self, number: int, rank: int) -> None:
-        """Forget a lane's messages from a rank that sends no more of them."""
+        """Forget a lane's messages from a rank, which sends no more messages in the lane."""
 
 
 class LaneAborts:

@@ -33,7 +33,7 @@ class Router(dict[type[ops.Op], Route]):
         self._comm = comm
         self._transports = transports
         self._runs: weakref.WeakKeyDictionary[Completion, weakref.ref[Run]] = weakref.WeakKeyDictionary()
-        """The runs of lowered ops that may be withdrawn or stopped. The messages of a run keep it alive."""
+        """The runs of lowered ops that may be withdrawn or stopped. The messages of a run keep the run alive."""
         self.loopback: Loopback = Loopback(comm.rank)
         self.arrivals: Arrivals = Arrivals(comm)
         self.turns: Turns = Turns(comm)
@@ -86,7 +86,7 @@ class Router(dict[type[ops.Op], Route]):
             self._transports["p2p"].post_at_once(op, work)
 
     def forget(self, number: int, rank: int) -> None:
-        """Forget a lane's messages from a rank that sends no more of them; see :meth:`LaneTransport.forget_lane`."""
+        """Forget a lane's messages from a rank; see :meth:`LaneTransport.forget_lane`."""
         if (transport := self._lane_carrier()) is not None:
             guarded(None, transport.forget_lane, number, rank)
 

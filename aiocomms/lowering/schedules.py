@@ -247,7 +247,7 @@ def all_to_all(g: Context, op: ops.AllToAll) -> Steps:
 
 @schedule(ops.Gather, ops.GatherSingle)
 def gather(g: Context, op: ops.Gather) -> Steps:
-    """Send every rank's tensor directly to the root, so that each byte crosses the wire once."""
+    """Send every rank's tensor directly to the root, so that each byte crosses the network once."""
     if g.rank != op.root:
         yield [g.send(op.input, op.root)]
         return

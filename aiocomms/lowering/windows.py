@@ -53,7 +53,7 @@ class _Window:
             self.signals[src] += 1
 
     def served(self) -> None:
-        """Note that one service has ended, because its rank sends no more requests."""
+        """Record that one service has ended, because the rank that it serves sends no more requests."""
         self.serving -= 1
         self.check_closed()
 

@@ -73,7 +73,7 @@ class Rendezvous(Protocol):
     hosts: Sequence[str]
     """The known addresses of other ranks' hosts."""
     home: dict[Any, Any] | None
-    """The state that all connections of an endpoint share. A transport keeps its part under its own key.
+    """The state that all connections of an endpoint share. A transport keeps its own data under its own key.
 
     None: the communicator belongs to no endpoint.
     """
@@ -189,7 +189,7 @@ class Transport(ABC):
     """
 
     def on_failure(self, error: CommError) -> None:
-        """Tell the communicator that it is lost, because a peer died or aborted. A second call does nothing.
+        """Report that the communicator is lost, because a peer died or aborted. A second call does nothing.
 
         Any thread may call this. When all transports are open, the communicator replaces this method with its own
         method.
@@ -307,7 +307,7 @@ class Transport(ABC):
         raise UnsupportedOperation("wait_stream() orders a CUDA stream, and this op has none: await the work instead")
 
     def caller_stream(self) -> Callable[[], AbstractContextManager[object]] | None:
-        """Return a function; its result is a context in which this call's current CUDA stream is current again.
+        """Return a function that makes contexts in which this call's current CUDA stream is current again.
 
         Return None if there are no streams. Raise an error if the current stream is being captured into a CUDA graph.
         """

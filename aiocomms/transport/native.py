@@ -147,7 +147,7 @@ class Shortcuts(Ledger, Protocol):
 
     @staticmethod
     def fields() -> type[Any]:
-        """Return the native base class of all classes of works; it has their fields.
+        """Return the native base class of all classes of works, with the fields of works.
 
         Only native code creates instances of this class. Each instance creates its op's record at the first access.
         """
@@ -156,7 +156,8 @@ class Shortcuts(Ledger, Protocol):
         """Set the classes of works, which inherit the class from :meth:`fields`. Call this before any other method.
 
         :param lane_work: the class for ops of lanes.
-        :param part: the class of completions for pending messages of a lane. Python code fills the completions.
+        :param part: the class of completions for pending messages of a lane. Python code sets the fields of these
+            completions.
         :param op_result: the value that stands for the op's own result.
         """
 
@@ -213,8 +214,8 @@ class NativeTransport(Transport):
     fast_check: Callable[[object, bool], bool] | None = None
     """A fast check of a tensor, called as ``fast_check(tensor, written)``; None: there is none.
 
-    True: the tensor is dense, contiguous, of a known dtype and on the communicator's device, has memory, and has no
-    lazy conjugate or negation. If the op writes the tensor, autograd does not track it. False: the core checks the
+    True: the tensor is dense, contiguous, of a known dtype and on the communicator's device. It has memory, and no lazy
+    conjugate or negation. If the op writes the tensor, autograd does not track the tensor. False: the core checks the
     tensor in full. The check must not raise, because the caller of the op would get the exception.
     """
 

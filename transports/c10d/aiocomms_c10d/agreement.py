@@ -3,10 +3,10 @@
 In gloo a mismatch would abort the process, hang or give wrong results. So every rank announces its call to every other
 rank. The data of a small collective travels inside the announcement.
 
-A large collective then runs on the group, where *all ranks start the same ops in the same order*. A rank starts an op
-when it has the announcements of all ranks and has started all its earlier large calls. So each rank starts large ops in
-the order of its calls. All ranks agree which calls are large, because this depends on the agreed call. Announcements do
-not use the group, and wait for no op. So every rank has started the first unfinished op, or can start it. Ops cannot
+A large collective then runs on gloo's group, where *all ranks start the same ops in the same order*. A rank starts an
+op when it has the announcements of all ranks and has started all its earlier large calls. So each rank starts large ops
+in the order of its calls. All ranks agree which calls are large, because this depends on the agreed call. Announcements
+do not use the group, and wait for no op. So every rank has started the first unfinished op, or can start it. Ops cannot
 deadlock, and gloo cannot match an op with a different op.
 
 When a rank loses the communicator, its program may reuse the tensors at once, while gloo may still be sending them. So
@@ -305,7 +305,9 @@ class Agreement:
             self._fail(failure)
 
     def join(self, timeout: float | None) -> None:
-        """End the thread, and release all tensors. Before this call, the caller must :func:`poison` the group.
+        """End the thread, and release all tensors.
+
+        Before this call, the caller must break the group's connections by :func:`poison`.
 
         :param timeout: seconds to wait for the thread; None means no limit.
         """

@@ -46,7 +46,7 @@ _SHARE: Final = 0.5
 The rest is for the search for missing ranks.
 """
 _HELLO: Final = 512
-"""The bytes of a record that a process group gathers."""
+"""The size in bytes of a record that a process group gathers."""
 
 
 def hello(adopt: bool, left: float) -> bytes:
@@ -54,8 +54,8 @@ def hello(adopt: bool, left: float) -> bytes:
 
     :param adopt: whether this rank would run its collectives over another group.
     :param left: the seconds that this rank still has for connecting.
-    :returns: the version of its frames and its byte order, ``adopt``, the remaining milliseconds, a nonce that makes
-        the key of this group unique, the identity of its host, and the host's name.
+    :returns: this rank's frame version and byte order, ``adopt``, the remaining milliseconds, a nonce that makes this
+        group's key unique, and the host's identity and name.
     """
     left_ms = max(0, int(left * 1000))
     once = secrets.token_hex(16)

@@ -106,7 +106,7 @@ class ControlConnection:
     def join(self) -> None:
         """Wait for the reader's thread to end, and release the group.
 
-        Before this call, the caller must poison the group.
+        Before this call, the caller must break the group's connections by ``poison``.
         """
         if self._thread.ident is not None:
             self._thread.join()

@@ -48,7 +48,7 @@ class C10dGroup:
         self.size = size
 
     def release(self) -> None:
-        """Release the process group, because any reference to it keeps its sockets open."""
+        """Release the process group, because any reference to the group keeps the group's sockets open."""
         self._group = None
 
     def reduces(self, op: ReduceOp, dtype: torch.dtype) -> bool:

@@ -44,9 +44,12 @@ Key = tuple[int, int]
 """The channel and the tag of a message."""
 
 _CREDIT: Final = 1024 * 1024
-"""The bytes of unexpected small messages that a peer keeps. Beyond this limit, all messages are announced."""
+"""The most bytes of unmatched small messages that a receiver keeps.
+
+Beyond this limit, the sender announces all messages.
+"""
 _OVERHEAD: Final = 256
-"""The bytes of memory that a kept message costs besides its payload."""
+"""The bytes of memory that a stored message needs in addition to its payload."""
 
 _PENDING = object()
 """The outcome of an op that is not complete yet."""
@@ -295,7 +298,7 @@ class PeerMatcher:
             void(frame)
 
     def clear(self) -> None:
-        """Release all tensors, after the group is poisoned and its threads have ended."""
+        """Release all tensors, after the group's connections are broken and its threads have ended."""
         self._receiving.clear()
         self._announced.clear()
         self._sending.clear()

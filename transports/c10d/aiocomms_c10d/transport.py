@@ -332,7 +332,7 @@ def _let_go(groups: list[Any]) -> None:
 
 @unaffected
 def _aliased(op: ops.Op) -> ops.Op:
-    """Return the op with aliases of its tensors, because the program may give its tensors other memory."""
+    """Return the op with aliases of its tensors, because the program may move its own tensors to other memory."""
     aliases: dict[str, Any] = {}
     for name in op.__struct_fields__:
         value = getattr(op, name)

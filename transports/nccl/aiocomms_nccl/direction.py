@@ -51,7 +51,7 @@ class Forming(Protocol):
 
 
 class Posted:
-    """A send or a receive, and the point in the caller's stream for which it waits."""
+    """A send or a receive, and the position in the caller's stream after which it starts."""
 
     __slots__ = ("after", "op", "work")
 

@@ -1,4 +1,4 @@
-"""The collectives of lanes on one rank, and the common log of all ranks that orders their launch.
+"""The collectives of lanes on one rank, and the common log, which determines the launch order on all ranks.
 
 Each rank announces its calls to the sequencer on rank 0. The sequencer sends the log to all ranks in frames on the
 control connections. A collective is in the log only after all ranks have called it. A rank that gives up a lane
@@ -170,7 +170,9 @@ class LaneLog:
             self._owner.control.wake()
 
     def turn(self, came: bool) -> None:
-        """Send the calls and entries of this turn of the loop. The transport calls this after it handles all frames.
+        """Send the calls and entries of this turn of the loop.
+
+        The transport calls this after it has handled all frames.
 
         :param came: whether frames arrived in this turn.
         """

@@ -92,7 +92,7 @@ class Launcher(Protocol):
     def quiet(self, cs: CommStream) -> Callable[[], None]:
         """Return a blocking function that waits for all ops launched on a communicator until now.
 
-        Call it in a thread.
+        Call this function in a thread.
         """
 
     def drain(self) -> None:
@@ -103,10 +103,10 @@ class Launcher(Protocol):
 
 
 def end_comm(launcher: Launcher, cs: CommStream, abort: bool, patience: float) -> None:
-    """Abort or destroy a communicator after its launcher has left it. This function blocks.
+    """Abort or destroy a communicator after its launcher has stopped using it. This function blocks.
 
-    If the launcher does not leave in time, the GPU blocks the launcher in an NCCL call. Only an abort ends that call,
-    so this function then always aborts the communicator.
+    If the launcher does not stop in time, the GPU blocks the launcher in an NCCL call. Only an abort ends that call, so
+    this function then always aborts the communicator.
 
     :param patience: the most seconds to wait for the launcher.
     """

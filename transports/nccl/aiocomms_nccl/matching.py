@@ -152,7 +152,7 @@ class Matcher:
         return any(released)
 
     def progress_with(self, peer: int) -> wire.Progress:
-        """Return this rank's progress in its directions with a peer."""
+        """Return this rank's progress in the two directions with a peer."""
         gives, takes = self._directions.get((peer, True)), self._directions.get((peer, False))
         return wire.Progress(
             gives is not None and gives.begun,
@@ -163,7 +163,7 @@ class Matcher:
     def close_peer(self, peer: int, progress: wire.Progress, error: CommError) -> None:
         """Fail all messages that wait for a rank that has closed.
 
-        :param progress: the closed rank's progress in its directions with this rank.
+        :param progress: the closed rank's progress in the two directions with this rank.
         """
         if (direction := self._directions.get((peer, False))) is not None:
             direction.close_peer(progress.sent, progress.joined, error)
@@ -202,7 +202,7 @@ class Matcher:
         self._transfer(peer, posted, frame.nbytes, OP_RESULT)
 
     def handle_direction(self, peer: int, frame: wire.DirectionRequest) -> None:
-        """Form the direction to a rank that has matched its first message from this rank."""
+        """Form the direction to a rank that has matched the first message from this rank."""
         self._direction(peer, sends=True).form(lambda: frame.unique_id)
 
     # ------------------------------------------------------------------------------------------------ transfers

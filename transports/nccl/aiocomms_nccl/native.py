@@ -40,7 +40,7 @@ _PATIENCE: Final = 1.0
 
 
 class _Shared:
-    """The native launchers of this process, one for each device, while transports use them."""
+    """The native launchers that transports of this process use, one for each device."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

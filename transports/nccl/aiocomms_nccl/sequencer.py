@@ -97,7 +97,7 @@ class Sequencer:
         return False
 
     def _look(self, lane: int, found: _LaneMeetings) -> None:
-        """Forget a lane if no rank waits in it."""
+        """Forget a lane if no rank waits in the lane."""
         if not found.meetings:
             del self._lanes[lane]
             self._unsaid.pop(lane, None)

@@ -52,7 +52,7 @@ _NONE: Final = -1
 
 
 class NcclTransport(LaneTransport):
-    """The NCCL transport. Collectives have their own stream. The host matches messages, and NCCL carries them."""
+    """The NCCL transport. Collectives have their own stream. The host matches messages, and NCCL carries the data."""
 
     capabilities = Capabilities(
         ops=(ops.P2P - {ops.Batch}) | ops.ARRIVALS | ops.COLLECTIVES,
@@ -129,7 +129,7 @@ class NcclTransport(LaneTransport):
 
     @classmethod
     def _look(cls, device: torch.device) -> tuple[Cuda, Nccl, NcclHello]:
-        """Load the layers of CUDA and NCCL, and return them with this rank's hello. This method blocks."""
+        """Load the layers of CUDA and NCCL. Return the layers and this rank's hello. This method blocks."""
         cuda, library = cls.layers(device)
         load_launcher(cuda, library)
         return cuda, library, bringup.hello(cls.gpu(device), library)
@@ -269,7 +269,7 @@ class NcclTransport(LaneTransport):
             )
 
     def _capture(self, op: ops.Op, work: Completion) -> None:
-        """Enqueue a collective from this thread, so that the current capture includes it."""
+        """Enqueue a collective from this thread, so that the current capture includes the collective."""
         comm_stream = self._comm_stream
         self.launcher.settle()  # the capture must not include earlier collectives
         after, end = self.cuda.event(), self.cuda.event()  # the graph owns these events

@@ -63,14 +63,14 @@ class Calls(msgspec.Struct, tag=3, array_like=True):
 
 
 class Progress(msgspec.Struct, array_like=True):
-    """The sender's progress in its directions with the receiver."""
+    """The sender's progress in the two directions between sender and receiver."""
 
     joined: bool
-    """True if the sender has begun to form the direction on which it sends."""
+    """True if the sender has begun to form the direction in which it sends."""
     sent: int
-    """The number of messages that the sender has given to NCCL on the direction on which it sends."""
+    """The number of messages that the sender has passed to NCCL in the direction in which it sends."""
     received: int
-    """The number of messages that the sender has given to NCCL on the direction on which it receives."""
+    """The number of messages that the sender has passed to NCCL in the direction in which it receives."""
 
 
 class NcclBye(msgspec.Struct, tag=4, array_like=True):
@@ -189,7 +189,7 @@ def lane_waits(waits: Sequence[tuple[int, list[int]]]) -> Iterator[LaneWaits]:
 
 
 def pack(frame: Frame) -> bytes:
-    """Encode a frame after its size."""
+    """Encode a frame. The frame's size precedes the frame."""
     data = _FRAMES.encode(frame)
     return len(data).to_bytes(4, "little") + data
 

@@ -166,7 +166,7 @@ async def _outside(rendezvous: Rendezvous, mine: EngineHello, hellos: Sequence[E
 
 @contextlib.asynccontextmanager
 async def _forming(shared: SharedEngine) -> AsyncIterator[None]:
-    """Keep an engine open while a new communicator that shares it forms, even if all other communicators end."""
+    """Keep an engine open while a new communicator on this engine forms, even if all other communicators end."""
     shared.forming += 1
     try:
         yield

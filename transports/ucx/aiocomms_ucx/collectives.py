@@ -17,9 +17,10 @@ FORMS: Final = {cls: number for number, cls in enumerate(sorted(COLLECTIVE, key=
 Start = Callable[[Engine | Lanes, int, int, int, Any, int], float]
 """A function that starts a collective.
 
-Its arguments are the engine, a ticket, the communicator's number, its size, the op and the op's form. For a lane, the
-communicator's lanes replace the engine, and the lane's number replaces the communicator's number. The function returns
-the time at which the collective completed, by :func:`time.monotonic`; 0 if the collective is pending."""
+The arguments are the engine, a ticket, the communicator's number, the number of ranks, the op and the op's form. For a
+lane, the communicator's lanes replace the engine, and the lane's number replaces the communicator's number. The
+function returns the time at which the collective completed, by :func:`time.monotonic`; 0 if the collective is
+pending."""
 
 
 def _barrier(engine: Engine | Lanes, ticket: int, number: int, size: int, op: ops.Barrier, form: int) -> float:

@@ -158,7 +158,7 @@ class CudaUcxTransport(UcxTransport):
     def _post_due(self) -> bool:
         """Pass the due ops to the engine, up to the first op that is not due.
 
-        Later ops may overtake an op that waits for copies. They may not overtake the close of a window, which is a
+        Later ops may overtake an op that waits for copies, unless the op is the close of a window, which is a
         collective.
         """
         queue, did = self._queue, self._post_told()

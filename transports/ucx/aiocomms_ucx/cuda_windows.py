@@ -155,8 +155,8 @@ class _Reached:
 class CudaWindows(Windows):
     """The windows of one communicator, in GPU memory.
 
-    If CUDA maps a part into this process, its puts and gets are copies on a separate stream, after the work of the
-    caller's stream. A signal, a flush or the close waits until the GPU has made the earlier copies.
+    If CUDA maps a part into this process, puts and gets on this part are copies on a separate stream, after the work of
+    the caller's stream. A signal, a flush or the close waits until the GPU has made the earlier copies.
     """
 
     record = 16 * 1024
@@ -262,7 +262,7 @@ class CudaWindows(Windows):
         self, handle: WindowHandle, parts: list[WindowPart], reached: Iterable[Tensor | None],
         streams: list[Stream], work: Completion,
     ) -> None:  # fmt: skip
-        """Continue on the loop's thread, unless the window has been given up."""
+        """Continue on the loop's thread, unless the window was abandoned."""
         if handle.number not in self._reached or work.done():
             return
         if self.copies.stream is None and streams:

@@ -52,7 +52,7 @@ class LaneCollectives:
         return None
 
     def _keep(self, work: Completion, lane: int) -> None:
-        """Keep a collective and its tensors until it is done."""
+        """Keep a collective and its tensors until the collective is done."""
         self.pending.add(lane, work)
         self._transport.shared.pending[id(work)] = (self, work, lane, kept(work))
 
@@ -127,7 +127,7 @@ class LaneCollectives:
     # ----------------------------------------------------------------------------- what cannot complete any more
 
     def left(self, rank: int, lane: int) -> None:
-        """Fail the running collective of a lane, because a rank that it needs has closed the communicator."""
+        """Fail the running collective of a lane, because a rank that the collective needs has closed."""
         work = self._first(lane)
         if work is not None and lane not in self.given_up:
             work.fail(closed_by(rank))

@@ -30,7 +30,7 @@ The peers' loops need not run.
 _MOST_PARTED: Final = 64
 """The number of disconnected peers after which new communicators get a new engine.
 
-After a message of more than some 40 bytes, UCX frees an endpoint of 85 KiB only with its worker.
+After a message of more than about 40 bytes, UCX frees the 85 KiB of an endpoint only when its worker ends.
 """
 
 _OF_LANES: Final = frozenset({NoticeKind.LANE_DISAGREES, NoticeKind.LANE_LEFT})
@@ -50,7 +50,7 @@ class Lanes(Protocol):
     """The interface of a communicator's lanes for the engine's notices."""
 
     def left(self, rank: int, lane: int) -> None:
-        """Fail the running collective of a lane, because a rank that it needs has closed the communicator."""
+        """Fail the running collective of a lane, because a rank that the collective needs has closed."""
 
     def disagrees(self, rank: int, lane: int) -> None:
         """Handle a rank's call in a lane that differs from this rank's call. That rank describes its call later."""
@@ -98,17 +98,18 @@ Entry = tuple[Finisher, Completion, int, Kept | None]
 def kept(work: Completion) -> Kept:
     """Return an object that keeps the memory of an op in place, because the engine uses the memory.
 
-    A program cannot resize such a storage. If the program moves a tensor to other memory, the old memory stays.
+    The program then cannot resize the storage. If the program moves a tensor to other memory, the old memory stays.
     """
     op = work.op
     return Kept([tensor for _, tensor in op.reads() + op.writes()])
 
 
 class SharedEngine:
-    """One rank's engine, and the communicators that share it. Methods run on the loop's thread by default.
+    """One rank's engine, and the communicators that share it.
 
-    The engine ends with its last communicator. It disconnects from another engine when the last communicator of both
-    engines ends.
+    Methods run on the loop's thread, unless their docstrings say otherwise.
+
+    The engine ends with its last communicator. Two engines disconnect when their last common communicator ends.
     """
 
     def __init__(self, engine: Engine, cuda: Cuda | None = None) -> None:
@@ -129,7 +130,7 @@ class SharedEngine:
         self.pending: dict[int, Entry] = {}
         """The pending ops by ticket, which is the work's ``id``.
 
-        An entry keeps its op's tensors alive, because the network may still use them.
+        An entry keeps its op's tensors alive, because the network may still use these tensors.
         """
         self._known: dict[int, list[Any]] = {}
         """The addresses of the connections with each other engine, by the engine's number."""

@@ -43,7 +43,7 @@ class Speeds(msgspec.Struct, frozen=True):
     read: _Nanoseconds
     """Nanoseconds in which the kernel reads the bytes directly from the other process."""
     copied: _Nanoseconds
-    """Nanoseconds of the two copies, into a slot of shared memory and out of it."""
+    """Nanoseconds of two copies: into a slot of shared memory, and out of the slot."""
 
     @property
     def reads_in_place(self) -> bool:

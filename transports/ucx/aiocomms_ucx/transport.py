@@ -34,7 +34,7 @@ _NONE: Final = -1
 _MOST_RANKS: Final = 65535
 """The most ranks that the header of a message can distinguish."""
 _STEPS: Final = frozenset({ops.WindowOpen, ops.WindowClose, ops.FetchAdd, ops.CompareSwap})
-"""Ops that need another step or return a value after the engine's step."""
+"""Ops that need a further step, or return a value, after the engine's step."""
 
 
 class UcxTransport(LaneTransport, Hastened):

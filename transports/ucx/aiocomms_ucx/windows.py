@@ -76,9 +76,9 @@ class Windows:
         self._handles: dict[int, WindowHandle] = {}
         self._opening: dict[int, WindowHandle] = {}  # the windows that are opening, by ticket
         self.behind: deque[Completion] | None = None
-        """The collectives after a window that waits to close; None if there is no such window.
+        """The collectives that wait behind the close of a window; None if no window waits to close.
 
-        Before the close takes its place among the collectives, the window waits for its one-sided operations."""
+        The close becomes a collective only after the window's one-sided operations have ended."""
 
     def post(self, op: Any, work: Completion) -> None:
         """Start a one-sided operation, or the opening or closing of a window."""
@@ -165,7 +165,7 @@ class Windows:
     # ------------------------------------------------------------------------------------------ opening and closing
 
     def _take_place(self, op: ops.WindowOpen | ops.WindowClose, work: Completion) -> None:
-        """Open or close a window in its place among the collectives."""
+        """Open or close a window, as one of the communicator's collectives."""
         if self.behind is not None:
             self.behind.append(work)
         elif isinstance(op, ops.WindowOpen):
@@ -332,7 +332,7 @@ class Windows:
 
 
 def open_segment(rank: int, pid: int, number: int) -> int:
-    """Open the shared memory for a host's collectives by its descriptor in another rank's process.
+    """Open the shared memory for a host's collectives by a descriptor of another rank's process.
 
     :raises PeerDiedError: the other process has ended.
     :raises ProtocolError: the descriptor is not such memory. It is a file, or memory of another user, or memory that

@@ -1,4 +1,4 @@
-"""The wire format: the records and frames of the ranks' Python sides, in the store and over control connections."""
+"""The wire format: the records in the store, and the frames on control connections, which Python code handles."""
 
 from __future__ import annotations
 
