@@ -1,4 +1,4 @@
-"""CUDA on the event loop: the public names for awaiting streams and events."""
+"""CUDA on the event loop: the public names with which programs await streams and events."""
 
 from aiocomms.cuda.device import Cuda as Cuda
 from aiocomms.cuda.device import Event as Event

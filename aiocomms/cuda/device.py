@@ -55,7 +55,7 @@ class Cuda(Protocol):
         """Make the device the current one of this thread."""
 
     def stream(self, priority: int) -> Stream:
-        """Return a stream that has no other owner.
+        """Return a stream that no other code uses.
 
         :param priority: the GPU serves lower numbers first; 0 is the default.
         """

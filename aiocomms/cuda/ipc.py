@@ -117,7 +117,7 @@ def _map(owner: int, exported: list[Any]) -> TorchMapped:
 
 
 def _plain(handle: bytes) -> bytes | None:
-    """Return CUDA's handle from torch's, which may begin with a version and a kind; None for other kinds."""
+    """Return the CUDA handle in a torch handle, which may begin with a version and a kind; None for other kinds."""
     if len(handle) == runtime.HANDLE_BYTES:
         return handle
     return handle[2:] if handle[1:2] == _PLAIN and len(handle) == runtime.HANDLE_BYTES + 2 else None

@@ -59,7 +59,7 @@ class CallerMarks:
 
     @classmethod
     def of(cls, transports: Sequence[Transport]) -> Self | None:
-        """Return the marks of a communicator, or None if none of its transports has a CUDA layer."""
+        """Return the marks of a communicator, or None if none of its transports has an ``aiocomms.cuda.Cuda``."""
         cuda = next((each.cuda for each in transports if each.cuda is not None), None)
         return None if cuda is None else cls(cuda)
 

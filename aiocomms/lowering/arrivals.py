@@ -68,7 +68,7 @@ class Arrivals:
         self._calls.clear()
 
     def note(self, tag: int, src: int) -> None:
-        """Note that a message from a rank was received. The round-robin order then begins after this rank."""
+        """Record that a message from a rank was received. The round-robin order then begins after this rank."""
         self._last.pop(tag, None)
         self._last[tag] = src
         if len(self._last) > _REMEMBERED:
@@ -232,7 +232,7 @@ class _AnyCall:
             taking.fail(error)
 
     def taken(self, outcome: Any) -> None:
-        """Handle the end of an attempt to take a message; if another receive took it first, wait again."""
+        """Handle the end of an attempt to take a message; if another receive took the message first, wait again."""
         assert self._taking is not None
         op, self._taking = self._taking.op, None
         self.queue.taking -= 1

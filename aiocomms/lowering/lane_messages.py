@@ -175,7 +175,7 @@ class Turns(dict[int, _Turn]):
         If the collective has not started, return the ranks whose messages the lane's current collective waits for.
         Thread-safe.
 
-        :returns: the ranks, or None if the collective is not made of messages.
+        :returns: the ranks, or None if the collective does not consist of messages.
         """
         for turn in copied(self.values()):
             runs = copied(turn)

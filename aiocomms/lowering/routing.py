@@ -138,7 +138,7 @@ class Router(dict[type[ops.Op], Route]):
         return _where_it_reduces(cls, transport.capabilities, transport.post_in_lane, fallback)
 
     def _lower_within(self, op: ops.Op, lane: int, work: LaneWork[Any]) -> None:
-        """Start an op of a lane as messages; a collective waits for its turn in the lane."""
+        """Start an op of a lane as messages. A collective first waits for the lane's earlier collectives."""
         if op.family == "collectives":
             context = Context(self._comm, collective_tag(lane, op))
             self.turns.call(SCHEDULES[type(op)](context, op), work)
@@ -148,7 +148,7 @@ class Router(dict[type[ops.Op], Route]):
             self._messages(within(op, lane), work)
 
     def adopt(self, work: LaneWork[Any], part: RunPart) -> None:
-        """Take over a lane's message that a shortcut has posted; ``part`` becomes the message's completion."""
+        """Continue with a lane's message that a shortcut has posted; ``part`` becomes the message's completion."""
         message = ops.Batch((within(work.op, work.number),))
         run = Run(self._comm, SCHEDULES[ops.Batch](Context(self._comm, 0), message), work)
         run.adopt(part)

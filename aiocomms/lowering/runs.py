@@ -1,4 +1,4 @@
-"""Runs of schedules: a run posts the messages of a step, and goes on when all of them are complete.
+"""Runs of schedules: a run posts the messages of a step, and continues when all of them are complete.
 
 No task runs a schedule. The completion of a step's last message resumes the schedule, so an op whose messages have all
 arrived completes inside ``post``.
@@ -148,7 +148,7 @@ class Run:
         return True
 
     def _break_off(self, error: Exception) -> None:
-        """Fail an op that cannot go on; if a message was posted, end the communicator, too."""
+        """Fail an op that cannot continue; if a message was posted, end the communicator, too."""
         self._steps.close()
         self._parts = ()
         if not self._posted:
@@ -165,7 +165,7 @@ class Run:
             self._comm.lose(error.about(op=self.work.op.name, rank=self._comm.rank))
 
     def part_done(self) -> None:
-        """Note that one message of the current step is complete, and advance after the last one."""
+        """Record that one message of the current step is complete. After the last message, advance to the next step."""
         self._only = None
         self._left -= 1
         if not self._left:
@@ -252,7 +252,7 @@ class BatchRun(Run):
         self.part_done()
 
     def part_done(self) -> None:
-        """Note that one message is complete, and end the batch after the last one."""
+        """Record that one message is complete, and end the batch after the last message."""
         self._left -= 1
         if not self._left:
             self._parts = ()
@@ -262,7 +262,7 @@ class BatchRun(Run):
                 conclude(self.work, OP_RESULT if self._fault is None else self._fault)
 
     def part_failed(self, error: CommError) -> None:
-        """Note that one message has failed, and withdraw the unmatched receives, which must not take later messages."""
+        """Record that one message has failed. Withdraw unmatched receives, which must not take later messages."""
         if isinstance(error, MismatchError):
             conclude(self.work, error)  # The communicator is lost, and the other messages may never end.
         elif self._fault is None:

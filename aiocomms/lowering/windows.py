@@ -139,7 +139,7 @@ class TwoSided(Transport):
         return True
 
     def abort(self, error: CommError) -> None:
-        """See :meth:`Transport.abort`. The transport that carries the messages tells the peers."""
+        """See :meth:`Transport.abort`. The transport that carries the messages notifies the peers."""
 
     async def aclose(self) -> None:
         """See :meth:`Transport.aclose`. There is nothing to release."""
@@ -234,7 +234,7 @@ class TwoSided(Transport):
         self._run(close(), _Service(work.op, window))
 
     def _serve(self, window: _Window, peer: int) -> Steps:
-        """Carry out one rank's requests until it closes the window or sends an invalid request."""
+        """Carry out one rank's requests until that rank closes the window or sends an invalid request."""
         try:
             yield from self._requests(window, peer)
         except ProtocolError as error:

@@ -20,7 +20,7 @@ from aiocomms.errors import CommError, UnsupportedOperation
 from aiocomms.ops.reductions import ReduceOp
 
 OP_RESULT = object()
-"""The argument of :meth:`Completion.complete` that stands for the op's own result."""
+"""The argument of :meth:`Completion.complete` that means the op's own result."""
 
 
 class Completion(Protocol):
@@ -167,14 +167,17 @@ class Transport(ABC):
     Any thread may call :meth:`abort`, :meth:`waiting_for`, :meth:`last_heard`, :meth:`say` and :meth:`shared_memory`.
     All other methods of an instance are called on the thread of the loop that opened the instance.
 
-    The description of each method has the effect of an exception. If an exception means that the transport is *broken*,
-    the communicator is lost, and the peers are notified. The :class:`CommError` of the loss names the transport, the
-    method and the exception. The threads of the core and all other communicators continue. See
+    The description of each method states the effect of an exception. If an exception means that the transport is
+    *broken*, the communicator is lost, and the peers are notified. The :class:`CommError` of the loss names the
+    transport, the method and the exception. The threads of the core and all other communicators continue. See
     ``aiocomms.progress.guard``.
     """
 
     capabilities: Capabilities
-    """The operations that the transport can carry. An instance may replace this class attribute by a smaller set."""
+    """The operations that the transport can carry.
+
+    This is a class attribute. An instance may replace it by a smaller set.
+    """
 
     cuda: Any = None
     """The ``aiocomms.cuda.Cuda`` through which the transport calls CUDA; None: the transport's ops ignore CUDA streams.
@@ -203,7 +206,7 @@ class Transport(ABC):
     """
 
     def on_note(self, rank: int, note: bytes) -> None:
-        """Give the communicator a note that another rank has sent through :meth:`say`.
+        """Pass a note that another rank has sent through :meth:`say` to the communicator.
 
         Any thread may call this. The call never waits.
         """
@@ -270,7 +273,7 @@ class Transport(ABC):
 
         By default this calls :meth:`open`. Collective over ``ranks``. Ranks that join no new communicator call
         :meth:`split_nobody`. An exception has the same effect as in :meth:`open`. This communicator is then lost, too.
-        So the other ranks learn of the failure at once, and their calls of this method are cancelled.
+        So the other ranks learn of the failure at once, and their calls of ``split`` are cancelled.
 
         :param rendezvous: the rendezvous of the new communicator.
         :param ranks: the members of the new communicator, as ranks of this communicator, in their new order.

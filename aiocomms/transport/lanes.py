@@ -21,8 +21,8 @@ class LaneTransport(Transport):
 
         The core calls this for the ops in ``Capabilities.lanes``, with the contract of :meth:`post`. Within a lane all
         ranks call the same collectives in the same order, and these collectives run one after the other. Ops of two
-        lanes have no order between them. Ops of a lane and ops of :meth:`post` have no order either. Ten thousand lanes
-        may have pending ops at once. A lane without pending ops must use no memory.
+        different lanes have no common order, nor have ops of a lane and ops of :meth:`post`. Ten thousand lanes may
+        have pending ops at once. A lane without pending ops must use no memory.
 
         As in :meth:`post`, ranks whose collectives in a lane differ get a :class:`MismatchError`. The core calls
         :meth:`waiting_for` for these works, too.
@@ -35,9 +35,9 @@ class LaneTransport(Transport):
         """End this rank's pending works of a lane that this rank aborts. The core posts nothing more in the lane.
 
         Each work fails with ``error`` as soon as no rank accesses the work's tensors any more. Afterwards the program
-        may change these tensors, and no rank may complete an op with the new data. Ops that all ranks have called may
-        first run to their end. The core notifies the other ranks, which abort the lane, too. Other lanes are not
-        affected.
+        may write new data into these tensors, and no rank may complete an op with this new data. Ops that all ranks
+        have called may first run to their end. The core notifies the other ranks, which abort the lane, too. Other
+        lanes are not affected.
 
         The core calls this for a transport with ``Capabilities.lanes``, once per lane. An exception means that the
         transport is broken.

@@ -29,7 +29,7 @@ class Line(Protocol):
         """The hooks that are called when an op has ended."""
 
     def ended_at_once(self, work: Any) -> None:
-        """Handle a work that has ended within its call while post-hooks are registered.
+        """Handle a work that has ended before its call returned, while post-hooks are registered.
 
         The work's ``called`` is the time at which the op was called, by :func:`time.monotonic`.
         """
@@ -88,7 +88,7 @@ class Ledger(Protocol):
         """
 
     def end(self, entry: Any, /) -> None:
-        """Record the end of an op: the time, or a row of the recorder."""
+        """Record the end of an op. The entry is the time of the end, or a row of the flight recorder."""
 
 
 class PlainLedger:

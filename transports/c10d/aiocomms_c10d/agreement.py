@@ -5,9 +5,9 @@ rank. The data of a small collective travels inside the announcement.
 
 A large collective then runs on gloo's group, where *all ranks start the same ops in the same order*. A rank starts an
 op when it has the announcements of all ranks and has started all its earlier large calls. So each rank starts large ops
-in the order of its calls. All ranks agree which calls are large, because this depends on the agreed call. Announcements
-do not use the group, and wait for no op. So every rank has started the first unfinished op, or can start it. Ops cannot
-deadlock, and gloo cannot match an op with a different op.
+in the order of its calls. Whether a call is large depends only on the agreed call, so all ranks decide this in the same
+way. Announcements do not use the group, and wait for no op. So every rank has started the first unfinished op, or can
+start it. Ops cannot deadlock, and gloo cannot match an op with a different op.
 
 When a rank loses the communicator, its program may reuse the tensors at once, while gloo may still be sending them. So
 a large call completes only when gloo is done with the call on every rank. A rank that has lost the communicator does
@@ -39,9 +39,9 @@ from aiocomms_c10d.wire import CALL, INLINE, LANDED, TEXT, C10dFrame, C10dHeader
 _EMPTY = buffers.empty(0, dtype=torch.uint8, device="cpu")
 _SMALL = object()
 _SPREAD: Final = 4 * INLINE
-"""The most bytes that a rank sends to all peers for a small op if the group would move fewer bytes."""
+"""The most bytes that a rank sends to its peers together for a small op, if the group would move fewer bytes."""
 _AHEAD: Final = 2**20
-"""The number of collectives by which a rank may be ahead of another rank."""
+"""The most collectives by which one rank may be ahead of another rank."""
 _BLAME_PEER: Final = 1.0
 """Seconds within which the connection to a lost peer reports the loss."""
 
@@ -81,7 +81,7 @@ class Agreement:
     ) -> None:
         """Start with no calls.
 
-        :param fail: a function that reports the loss of the communicator, for any thread.
+        :param fail: a function that reports the loss of the communicator. Any thread may call this function.
         :param lost: the event that is set when the loss is reported, before any work fails.
         """
         self._group = group

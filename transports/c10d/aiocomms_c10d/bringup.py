@@ -66,7 +66,7 @@ async def open_gloo(rendezvous: Rendezvous, adopt: bool) -> tuple[Any, bool]:
     """Connect to all other ranks.
 
     :param adopt: whether this rank would run its collectives over another group.
-    :returns: the gloo group, and whether all ranks would run their collectives over another group.
+    :returns: the gloo group, and whether all ranks have a user's group for their collectives.
     :raises ArgumentError: the address of this host cannot be determined.
     :raises CommTimeoutError: a rank is missing or could not be reached.
     :raises ProtocolError: a rank uses another version.
@@ -101,7 +101,7 @@ def listen_on(hellos: Sequence[bytes], store: Store | None) -> str:
     The address is loopback if all ranks share a host, else an address that the other hosts can reach.
 
     :param hellos: the :func:`hello` of every rank.
-    :param store: the store through which the ranks met. All ranks can reach its host.
+    :param store: the store through which the ranks met. All ranks can reach the store's host.
     """
     *_, hosts, names = zip(*(_parse(peer, value) for peer, value in enumerate(hellos)), strict=True)
     if len(set(hosts)) == 1:
@@ -168,7 +168,8 @@ def _first_line(error: BaseException) -> str:
 def poison(group: Any) -> None:
     """Break every connection of a gloo group, so that all pending operations fail on this rank and on the peers.
 
-    gloo's ``abort`` does nothing, but gloo closes its connections when a wait expires.
+    gloo's ``abort`` does nothing, but gloo closes its connections when a wait times out. So this function lets a wait
+    time out.
     """
     with contextlib.suppress(RuntimeError):
         group.recv_anysource([buffers.empty(1, dtype=torch.uint8, device="cpu")], 2**31 - 1).wait(

@@ -29,9 +29,12 @@ class C10dCall:
     """
 
     nbytes: int = 0
-    """The most bytes that one rank sends to another, as known to this rank."""
+    """The most bytes that one rank sends to another rank, as far as this rank knows."""
     sizes: tuple[int, ...] = ()
-    """The bytes that this rank sends to each rank, and then wants from each rank; empty if ranks cannot differ."""
+    """The bytes that this rank sends to each rank, and then the bytes that it wants from each rank.
+
+    The tuple is empty if the ranks' sizes cannot differ.
+    """
     spread: ClassVar[bool] = False
     """True if the announcements move more bytes than the group would. Then the limit for small calls is lower."""
 

@@ -97,7 +97,7 @@ class ControlConnection:
         return self._group.recv([tensor], self.peer, _DATA)
 
     def send_last(self, frame: Tensor) -> Any:
-        """Send a frame before the group is poisoned.
+        """Send the last frame, before the caller breaks the group's connections.
 
         :returns: the send, which has a ``wait`` method; None if the peer is lost.
         """

@@ -2,7 +2,7 @@
 
 A small message is sent with its header (eager), and the receiver keeps the message until a receive takes it. A large
 message is first announced (rendezvous), and later sent into the tensor of the matching receive. The thread that handles
-the later of the message and the receive makes the match. So a match does not wait for a busy loop.
+the later one, message or receive, makes the match. So a match does not wait for a busy loop.
 
 When a sender abandons the communicator, its program may reuse the tensor at once, while gloo may still be sending it.
 So a frame after the bytes confirms that the bytes are valid. Without this frame, a receive stays pending until the

@@ -36,7 +36,7 @@ _GOODBYE: Final = 2.0
 """Seconds within which all peers must confirm that they have received all frames. The peers' loops need not run."""
 
 _RELEASE: Final = 1.0
-"""Seconds within which gloo must end its threads. It usually needs some milliseconds."""
+"""Seconds within which gloo must end its threads. gloo usually needs some milliseconds."""
 _log = logging.getLogger("aiocomms")
 
 
@@ -92,7 +92,7 @@ class C10dTransport(Transport):
 
     @classmethod
     def probe(cls, device: torch.device) -> str | None:
-        """See :meth:`Transport.probe`. Where torch has no gloo, this module cannot be imported."""
+        """See :meth:`Transport.probe`. If torch has no gloo, this module cannot be imported."""
         return None
 
     @classmethod

@@ -24,8 +24,8 @@ EAGER, RTS, CTS, DATA, VOID, DONE, CREDIT, CALL, LANDED, ABORT, BYE, BYE_ACK, AC
 EAGER carries a message with its payload. A large message is announced (RTS), requested (CTS), sent (DATA), invalidated
 while it is being sent (VOID), and received (DONE). CREDIT permits more bytes of eager messages. CALL is one rank's
 announcement of a collective. LANDED reports that gloo is done with the sender's tensors. ABORT ends the communicator
-with a reason, BYE without one, and BYE_ACK confirms a BYE. ACK has the number of frames that have arrived. NOTE is a
-note from one rank's core to another rank's core."""
+with a reason. BYE ends it without a reason, and BYE_ACK confirms a BYE. ACK has the number of frames that have arrived.
+NOTE is a note from one rank's core to another rank's core."""
 
 INLINE: Final = 64 * 1024
 """The most bytes of payload in a frame. Larger tensors travel outside of frames."""
@@ -99,7 +99,7 @@ class C10dFrame(NamedTuple):
 
 
 def capacity(size: int) -> int:
-    """Return the bytes of the largest frame in a communicator of ``size`` ranks."""
+    """Return the size in bytes of the largest frame in a communicator of ``size`` ranks."""
     return _HEADER.size + TEXT + 16 * size + INLINE
 
 

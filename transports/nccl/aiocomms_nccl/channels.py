@@ -36,7 +36,7 @@ class PostedInLane:
         self.work = work
         self.plan = plan
         self.after = after
-        """The point in the caller's stream for which the collective waits."""
+        """The position in the caller's stream after which the collective starts."""
         self.end: Any = None
         """The end of the collective, for which streams can wait; None before the launch."""
         self.error: CommError | None = None
@@ -66,7 +66,7 @@ class ChannelsOwner(Forming, Protocol):
 
 
 class LaneChannels:
-    """All channels of one rank. Methods run on the loop's thread, unless their docstring says otherwise."""
+    """All channels of one rank. Methods run on the loop's thread, unless their docstrings say otherwise."""
 
     def __init__(self, owner: ChannelsOwner, ended: Callable[[PostedInLane], object]) -> None:
         """Start with channels that are not formed.

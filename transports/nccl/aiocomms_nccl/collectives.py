@@ -175,7 +175,7 @@ class CommStream:
 
         The tensors are the given tensors, or their products with the factor, in temporary memory of the stream.
 
-        :raises torch.OutOfMemoryError: there is no memory. No kernel was enqueued.
+        :raises torch.OutOfMemoryError: no GPU memory is free. No kernel was enqueued.
         """
         if not how.scaled:
             return tensors, []
@@ -187,7 +187,7 @@ class CommStream:
 def reducing(
     how: Reduction, calls: list[Call], given: Sequence[Tensor], before: list[Kernel], out: Tensor | None
 ) -> CallPlan:
-    """Return the plan of a reduction, which turns NCCL's result into the operator's result.
+    """Return the plan of a reduction. The plan also turns NCCL's result into the operator's result.
 
     :param given: the tensors that NCCL reads.
     :param before: the kernels that write these tensors; empty if the tensors are the caller's.

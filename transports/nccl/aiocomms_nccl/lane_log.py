@@ -38,7 +38,7 @@ class LaneOwner(ChannelsOwner, Protocol):
     def plan(self, op: ops.Op) -> CallPlan:
         """Plan a collective.
 
-        :raises CommError: the collective needs GPU memory, and there is none.
+        :raises CommError: the collective needs GPU memory, and none is free.
         """
 
 

@@ -124,7 +124,7 @@ class PythonLauncher:
     def __init__(self, owner: LauncherOwner, wake: Callable[[], None], spin: int) -> None:
         """Start with no ops.
 
-        :param wake: a function that makes the loop call :meth:`poll`, for any thread.
+        :param wake: a function that makes the loop call :meth:`poll`. Any thread may call this function.
         :param spin: the number of polls without a result after which threads sleep on events.
         """
         self.spin = spin
@@ -200,5 +200,5 @@ class PythonLauncher:
 
 
 def _done(then: Then, kept: object) -> None:
-    """Call ``then``. A partial of this function keeps ``kept`` alive until the call."""
+    """Call ``then``. A ``functools.partial`` of this function keeps ``kept`` alive until the call."""
     then()

@@ -172,7 +172,7 @@ class NcclTransport(LaneTransport):
 
     @contextlib.contextmanager
     def _splitting(self, color: int, key: int) -> Iterator[Callable[[], Any]]:
-        """Hold back collectives within the context. Yield the function, for another thread, that does the split.
+        """Delay collectives within the context. Yield a function for another thread, which does the split.
 
         After a failure, the collectives are never launched: the thread may still be in NCCL's call, and the
         communicator is lost.
@@ -395,7 +395,7 @@ class NcclTransport(LaneTransport):
         return not self.aborted
 
     def lose_cuda(self, error: RuntimeError) -> None:
-        """Lose the communicator, because every CUDA call after a failed kernel raises torch's error."""
+        """Lose the communicator, because after a failed kernel every CUDA call raises an error of torch."""
         self.lose(CudaBrokenError(f"CUDA has failed, and this process must end: {str(error).partition(chr(10))[0]}"))
 
     def lose(self, error: CommError) -> None:
@@ -422,7 +422,7 @@ class NcclTransport(LaneTransport):
     # ------------------------------------------------------------------------------------------- threads, and the end
 
     def comm_stream(self, comm: NcclComm, rank: int, size: int) -> CommStream:
-        """Return a communicator with a stream like this transport's own."""
+        """Return a communicator with a stream that has the same options as this transport's stream."""
         return self._comm_stream.like(comm, rank, size)
 
     def spawn(self, call: Callable[[], Any], then: Callable[[Any], object]) -> None:
@@ -485,7 +485,10 @@ class NcclTransport(LaneTransport):
         self.launcher.close()
 
     def _drop_late(self) -> None:
-        """Abort communicators that were formed late. After an abort, wait until the running ops have ended."""
+        """Abort communicators that formed after the close or abort began.
+
+        After an abort, wait until all running ops have ended.
+        """
         for late in self._threads.returned:
             for comm_stream in late.value or ():  # a late communicator carries no messages
                 comm_stream.comm.abort()

@@ -135,7 +135,7 @@ class NetTransport(Transport):
         peer.conduit.send(message)
 
     def _take(self, key: Key, message: Sent, op: ops.Recv, work: Completion) -> None:
-        """Copy a message into the tensor of a receive, and tell the sender."""
+        """Copy a message into the tensor of a receive, and notify the sender."""
         src = key[0]
         if lowlevel.has_room(message.tensor):
             outcome: Any = lowlevel.copy_message(message.tensor, op.tensor, src) or OP_RESULT
@@ -303,7 +303,7 @@ async def _meet(rendezvous: Rendezvous) -> dict[int, clock.Conduit]:
 
 
 class _Calling:
-    """The connections of a rank while they are made."""
+    """The connections of a rank while the rank connects to the other ranks."""
 
     def __init__(self, network: clock.Network, rendezvous: Rendezvous) -> None:
         self._network, self._rendezvous = network, rendezvous

@@ -102,7 +102,7 @@ class Ranks(msgspec.Struct, frozen=True):
     pids: list[int]
     """The process id of each rank."""
     in_place: bool
-    """True if the ranks of this host read large parts of collectives in place.
+    """True if the ranks of this host read large parts of collectives directly from other ranks' tensors.
 
     The value is the same on all these ranks.
     """
@@ -179,7 +179,7 @@ def _introduce(
     shared: SharedEngine, rank: int, hellos: Sequence[EngineHello], places: Sequence[EnginePlace],
     connections: Mapping[int, socket.socket], cookies: Sequence[tuple[int, int]],
 ) -> Ranks:  # fmt: skip
-    """Introduce the engines of the other ranks to an engine."""
+    """Register the other ranks' engines in this rank's engine."""
     mine, hosts = hellos[rank], [hello.host for hello in hellos]
     here = [hello for hello in hellos if hello.host == mine.host]
     cores = len({core for hello in here for core in hello.cores})
@@ -201,10 +201,10 @@ def _introduce(
 
 
 def blame(rank: int, troubles: Sequence[str], why: Sequence[Sequence[str]]) -> None:
-    """Raise the same error on all ranks if some rank reports a trouble.
+    """Raise the same error on all ranks if some rank reports a problem.
 
-    :param why: the circumstances of each rank that may have caused the trouble.
-    :raises CommError: a rank reports a trouble. The error has the trouble of the first such rank.
+    :param why: the circumstances of each rank that may have caused the problem.
+    :raises CommError: a rank reports a problem. The error describes the problem of the first such rank.
     """
     for peer, trouble in enumerate(troubles):
         if trouble:
@@ -237,7 +237,7 @@ class _Kept:
 async def _engine_of(
     rendezvous: Rendezvous, outside: str | None, cuda: Cuda | None, memory: int
 ) -> SharedEngine | CommError:
-    """Open an engine, or return the endpoint's engine. Return an error if that fails, for the other ranks."""
+    """Open an engine, or return the endpoint's engine. If the opening fails, return the error for the other ranks."""
 
     async def opened(number: int) -> SharedEngine:
         rank = rendezvous.rank
@@ -281,7 +281,7 @@ def _place(rank: int, hellos: Sequence[EngineHello], shared: SharedEngine | Comm
 
 
 def _reads_in_place(rank: int, hellos: Sequence[EngineHello]) -> bool:
-    """Return whether ranks of this host should read large parts in place. Only the host's first rank decides."""
+    """Return whether ranks of this host should read large parts in place. Only the host's first rank decides this."""
     here = [peer for peer, hello in enumerate(hellos) if hello.host == hellos[rank].host]
     if here[0] != rank or len(here) == 1:
         return False

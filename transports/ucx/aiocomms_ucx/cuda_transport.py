@@ -41,7 +41,7 @@ class _Waiting:
         self.op = op
         self.work = work
         self.behind = behind
-        """The number of window copies that the GPU must have made before this op."""
+        """The number of window copies that the GPU must have finished before this op starts."""
         self.fired = False
 
     def fire(self) -> None:
@@ -54,7 +54,7 @@ class CudaUcxTransport(UcxTransport):
 
     The core expresses other collectives as messages. Atomics are not supported. The engine gets an op after all earlier
     ops, and when the GPU has finished all earlier work of the caller's stream. So messages match in the order of the
-    calls, even on different streams. The engine does not get puts and gets that are copies of the GPU; see
+    calls, even on different streams. The engine does not get puts and gets that the GPU copies; see
     :class:`CudaWindows`.
     """
 

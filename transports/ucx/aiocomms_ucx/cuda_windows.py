@@ -58,7 +58,7 @@ class Copies:
         self.stream: Stream | None = None
         """The stream of the copies; None before the first window is open."""
         self.made = 0
-        """The number of copies that the GPU has made."""
+        """The number of copies that the GPU has finished."""
         self._cuda, self._completions = cuda, completions
         self._begun = 0
         self._to: dict[int, int] = {}  # the number of the last copy, by rank
@@ -156,7 +156,7 @@ class CudaWindows(Windows):
     """The windows of one communicator, in GPU memory.
 
     If CUDA maps a part into this process, puts and gets on this part are copies on a separate stream, after the work of
-    the caller's stream. A signal, a flush or the close waits until the GPU has made the earlier copies.
+    the caller's stream. A signal, a flush or the close waits until the GPU has finished the earlier copies.
     """
 
     record = 16 * 1024
@@ -194,7 +194,7 @@ class CudaWindows(Windows):
         return True
 
     def must_follow(self, op: ops.Op) -> int:
-        """Return the number of copies that the GPU must make before a new op may be posted."""
+        """Return the number of copies that the GPU must finish before a new op may be posted."""
         match op:
             case ops.PutSignal() | ops.Signal() | ops.Flush():
                 return self.copies.last(op.dst)
@@ -281,7 +281,7 @@ class CudaWindows(Windows):
     def _map_part(self, handle: WindowHandle, rank: int, part: WindowPart, reached: _Reached) -> Tensor | None:
         """Return a rank's part as a tensor; None if CUDA cannot map the part or the dtype differs.
 
-        Runs off the loop.
+        This method runs off the loop.
         """
         if rank == self._transport.rank:
             return handle.tensor

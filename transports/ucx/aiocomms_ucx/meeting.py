@@ -39,7 +39,7 @@ _WORD: Final = 8
 _ALL: Final = 16
 """The most ranks for which all pairs exchange test messages.
 
-With more ranks, only pairs whose distance is a power of two do.
+With more ranks, only pairs whose rank numbers differ by a power of two do.
 """
 _MOST_HERE: Final = 2048
 """The most ranks of one host. In all_to_all, a slot of the shared memory has a cache line for each rank."""

@@ -67,12 +67,12 @@ class FormingMember(Member, Protocol):
     proves: bool
     """True if ranks exchange messages while an engine's first communicator forms."""
     in_place: bool
-    """True if the ranks of this host read each other's large parts in place."""
+    """True if the ranks of this host read large parts directly from other ranks' tensors."""
     segment: int
-    """The bytes of memory that the ranks of this host share."""
+    """The size in bytes of the memory that the ranks of this host share."""
 
     def named(self, numbers: Sequence[int]) -> None:
-        """Store this communicator's numbers in the ranks' engines."""
+        """Store the number that each rank's engine gives to this communicator."""
 
     def post(self, op: ops.Op, work: Completion) -> float | None:
         """See :meth:`Transport.post`."""

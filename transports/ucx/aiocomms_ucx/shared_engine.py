@@ -37,7 +37,7 @@ _OF_LANES: Final = frozenset({NoticeKind.LANE_DISAGREES, NoticeKind.LANE_LEFT})
 
 
 class Finisher(Protocol):
-    """The receiver of an op's outcome: a transport, or the lanes of one."""
+    """The receiver of an op's outcome: a transport, or the lanes of a transport."""
 
     def finish(self, work: Completion, index: int, status: int, a: int, b: int) -> None:
         """Complete an op that has ended.
@@ -162,7 +162,7 @@ class SharedEngine:
         self, peer: int, addresses: Iterable[Any], address: bytes, socket: int, pid: int,
         cookies: tuple[int, int], name: int, cores: int,
     ) -> None:  # fmt: skip
-        """Introduce another engine to this engine.
+        """Register another engine in this engine.
 
         :param addresses: the addresses of the connections with that engine.
         :param cores: the number of cores that the ranks of this host may use.

@@ -55,7 +55,7 @@ if (_words := tensor_words.find()) is not None:
 
 
 class Hastened(NativeTransport):
-    """The part of a transport that has shortcuts."""
+    """The base class of a transport with shortcuts."""
 
     engine: Engine
     shared: SharedEngine

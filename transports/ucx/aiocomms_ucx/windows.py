@@ -65,7 +65,7 @@ class Windows:
     """The windows of one communicator."""
 
     record: int = 2048
-    """The bytes of a rank's record about its part. UCX's keys take at most a few hundred bytes."""
+    """The size in bytes of a rank's record about its part. UCX's keys take at most a few hundred bytes."""
     unshared = "was in use when the window was opened, or is no memory of torch's own (from_numpy, frombuffer)"
     """The end of the error text for a part on this host that is not mapped."""
 
@@ -137,7 +137,7 @@ class Windows:
         return [handle.tensor for handle in list(self._handles.values())]
 
     def shared(self) -> int:
-        """Return the bytes of this rank's parts that are in shared memory. Any thread may call this method."""
+        """Return the number of bytes of this rank's parts in shared memory. Any thread may call this method."""
         storages = [handle.tensor.untyped_storage() for handle in list(self._handles.values())]
         return sum({s.data_ptr(): s.nbytes() for s in storages if s.device.type == "cpu" and s.is_shared()}.values())
 
@@ -251,7 +251,7 @@ class Windows:
     ) -> None:
         """Pass all parts and the mapped tensors to the engine, and complete the opening.
 
-        :param reached: the mapped tensor or None for each part. Its iteration raises the error of a part.
+        :param reached: the mapped tensor or None for each part. The iteration raises the error of a part.
         """
         transport, rank, found = self._transport, 0, iter(reached)
         try:

@@ -1,4 +1,4 @@
-"""Remove the finder of an editable installation, which would come before the engine built with a sanitizer."""
+"""Remove the import finder of an editable installation, which would find another engine than the sanitized engine."""
 
 import sys
 
