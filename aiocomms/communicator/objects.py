@@ -31,6 +31,7 @@ class SendObject(Op, frozen=True, eq=False):
 
     name = kind = "send_object"
     family: ClassVar[Family] = "p2p"
+    sends = True
     parcel: Parcel
     dst: int
     tag: int

@@ -337,7 +337,7 @@ class Core(Posting):
         self.withdraw_all("the communicator", lambda op: True)
         self.router.loopback.close()
         with anyio.move_on_after(CLOSE_GRACE):
-            await self.in_flight.drained(but=ops.Send)
+            await self.in_flight.drained(but_sends=True)
             await self._part()
 
     async def _part(self) -> None:
@@ -356,8 +356,8 @@ class Core(Posting):
     def _end_lost_sends(self) -> None:
         """End the sends to ranks that receive nothing any more."""
         for work in self.in_flight:
-            if isinstance(work.op, ops.Send) and work.op.dst in self.notes.leaving:
-                work.abandon(closed_by(work.op.dst))
+            if work.op.sends and (peer := peers(work.op)[0]) in self.notes.leaving:
+                work.abandon(closed_by(peer))
 
     async def _release(self) -> None:
         with self._lock:

@@ -59,6 +59,8 @@ class Op(msgspec.Struct, frozen=True, eq=False):
     """True if one rank may withdraw the op while it is unmatched, as with receives and waits for signals."""
     moves: ClassVar[bool] = False
     """True if the op may move its tensors to other memory, as the opening of a window does."""
+    sends: ClassVar[bool] = False
+    """True if the op ends when rank ``dst`` has received its message."""
 
     def check(self, group: CheckedComm) -> None:
         """Check the arguments, before anything is sent.

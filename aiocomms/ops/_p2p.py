@@ -23,6 +23,7 @@ class Send(Op, frozen=True, eq=False):
 
     name = kind = "send"
     family: ClassVar[Family] = "p2p"
+    sends = True
     tensor: AsTensor
     dst: int
     tag: int = 0

@@ -326,7 +326,7 @@ class InFlight:
         self._queues: dict[float, Queue] = {}
         self._changing = threading.RLock()  # The lock for changes of the set of queues. Adding a work takes no lock.
         self._drained: Promise | None = None
-        self._may_be: type[ops.Op] | None = None
+        self._sends_may_stay = False
         self.stands: WeakSet[Stands] = WeakSet()
         self._watchdog = deadlines.current()
         self._watchdog.register(self)
@@ -411,20 +411,20 @@ class InFlight:
         ops = [flying.work.op for flying in self.look()]
         return [tensor for op in ops for _, tensor in op.reads() + op.writes()]
 
-    async def drained(self, but: type[ops.Op] | None = None) -> None:
+    async def drained(self, but_sends: bool = False) -> None:
         """Wait until no op is pending.
 
-        :param but: a type of ops that may stay pending.
+        :param but_sends: whether sends may stay pending.
         """
-        self._may_be = but
+        self._sends_may_stay = but_sends
         if not self._is_drained():
             self._drained = Promise(self._owner.driver)
             await self._drained
 
     def _is_drained(self) -> bool:
-        if (may_be := self._may_be) is None:
+        if not self._sends_may_stay:
             return not self
-        return all(isinstance(work.op, may_be) for queue in list(self._queues.values()) for work in list(queue))
+        return all(work.op.sends for queue in list(self._queues.values()) for work in list(queue))
 
     def unwatch(self) -> None:
         """Stop watching deadlines. Idempotent."""

@@ -5,45 +5,60 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
+from weakref import WeakKeyDictionary
 
+import anyio
+
+from aiocomms.arguments import OpTimeout
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.communicator.expected import Expected
-from aiocomms.communicator.lane import Lane
 from aiocomms.endpoints.peer import Peer
-from aiocomms.errors import CommError
+from aiocomms.errors import CommError, MoveLostError, as_reason
 from aiocomms.lowlevel.handles import Handle
+from aiocomms.lowlevel.shielding import shielded
 from aiocomms.progress.background import Background
+from aiocomms.progress.driver import Bell, Promise
 from aiocomms.progress.work import Work
-from aiocomms.resharding.words import WORDS, Word
+from aiocomms.resharding.words import WORDS, RankClosed, Word
 
 if TYPE_CHECKING:
     from aiocomms.progress.inflight import StartedWork
-    from aiocomms.resharding.protocol import Action
+    from aiocomms.resharding.protocol import Action, Side
 
-LANE = b"aiocomms.resharding "
+_opened: WeakKeyDictionary[Communicator, int] = WeakKeyDictionary()
+"""The number of sources and targets of each communicator, which is the same on all ranks."""
 
 
 class Party(Handle, ABC):
-    """A rank of a source or of a target."""
+    """A rank of a source or of a target.
 
-    _lane: Lane
+    The ranks of a side exchange messages in a lane of their own, with a receive pending for each other rank. A send
+    waits for its receive. So a closed rank receives and drops messages until the other rank is closed, too.
+    """
+
     _peers: Mapping[Any, Peer]
     """The connections to ranks of the other side."""
 
-    def __init__(self, comm: Communicator, what: str) -> None:
+    def __init__(self, comm: Communicator, side: Side) -> None:
         """Start without connections.
 
         :param comm: the communicator of this side.
-        :param what: a phrase for this object in messages.
         """
-        self._comm, self._what = comm, what
+        self._comm, self._side = comm, side
         self._rank, self._driver = comm.rank, comm._core.driver
-        self._background = Background(f"{what} of '{comm.name}'")
+        self._background = Background(f"a {side} of '{comm.name}'")
+        self._lasting = Background(f"a {side} of '{comm.name}'")
+        """The tasks that continue after this rank is closed, because other ranks wait for them."""
+        number = _opened[comm] = _opened.get(comm, 0) + 1
+        self._lane = comm.lane(b"aiocomms.resharding %d" % number)
         self._actions: deque[Action] = deque()
-        self._acting = self._closed = False
+        self._acting = self._closed = self._abandoned = self._hears = False
+        self._calling: anyio.CancelScope | None = None
+        """The scope of this rank's own part of ``open``, while that part is under way."""
+        self._called = Bell(self._driver)
 
     @property
     def closed(self) -> bool:
@@ -62,23 +77,95 @@ class Party(Handle, ABC):
     def _lost(self, error: CommError) -> None:
         """Record that the communicator is lost."""
 
-    def _open_lane(self, token: bytes) -> None:
-        """Open a lane for this side's messages, and start to receive them.
+    async def _run_open(self, meet: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run ``meet``, in which the ranks make the same calls of :meth:`_together`.
 
-        :param token: bytes that are unique among the communicator's lanes.
+        If the task is cancelled, ``meet`` continues in the background, because the other ranks wait for this rank.
         """
-        self._lane = self._comm.lane(LANE + token)
-        self._expected = Expected(self._comm._core.in_flight, self._what)
+        over, errors = Promise(self._driver), list[Exception]()
+
+        async def run() -> None:
+            try:
+                await meet()
+            except Exception as error:
+                errors.append(error)
+            finally:
+                over.set()
+
+        async def close_after() -> None:
+            await over
+            await self.aclose()
+
+        self._lasting.start(run)
+        try:
+            await over
+        except BaseException:
+            self._abandoned = True
+            self._lasting.start(close_after)
+            await shielded(self._stop_call)
+            raise
+        if errors:
+            await self.aclose()
+            raise errors[0]
+
+    async def _stop_call(self) -> None:
+        """Cancel this rank's own part of ``open``, and free the endpoint for the next one."""
+        while self._calling is not None:
+            self._calling.cancel()
+            await self._called
+        await self._disconnect()
+
+    async def _disconnect(self) -> None:
+        for peer in list(self._peers.values()):
+            await peer.aclose()
+
+    async def _together(self, call: Callable[[], Coroutine[Any, Any, Any]], timeout: OpTimeout) -> list[Any]:
+        """Make a call on each rank, and return the results of all ranks.
+
+        :raises MoveLostError: the call has failed on another rank.
+        :raises Exception: the call has failed on this rank; all ranks raise.
+        """
+        failure: Exception | None = CommError("its task was cancelled")
+        result = None
+        with anyio.CancelScope() as self._calling:
+            if self._abandoned:
+                self._calling.cancel()
+            try:
+                result, failure = await call(), None
+            except Exception as error:
+                failure = error
+        self._calling = None
+        self._called.ring()
+        why = "" if failure is None else as_reason(failure)
+        told = await self._lane.all_gather_object((why, result), timeout=timeout)
+        if failure is not None:
+            raise failure
+        for rank, (why, _) in enumerate(told):
+            if why:
+                raise MoveLostError(f"{self._side} rank {rank}: {why}", comm=self._comm.name, rank=self._rank)
+        return [result for _, result in told]
+
+    def _others(self) -> Iterable[int]:
+        """Return the ranks of this side with which this rank exchanges messages."""
+        return [0] if self._rank else range(1, self._comm.size)
+
+    def _start_hearing(self) -> None:
+        """Start to receive this side's messages."""
+        self._expected = Expected(self._comm._core.in_flight, f"a {self._side}")
         self._hook = self._comm.register_abort_hook(self._lost)
-        for rank in [0] if self._rank else range(1, self._comm.size):
-            self._background.start(partial(self._hear, rank))
+        self._hears = True
+        for rank in self._others():
+            self._lasting.start(partial(self._hear, rank))
 
     async def _hear(self, rank: int) -> None:
-        while True:
+        word: Word | None = None
+        while not isinstance(word, RankClosed):
             work: Work[Any] = self._lane.recv_object(rank, timeout=None)
             self._expected.note(rank, cast("StartedWork[Any]", work))
             work.add_done_callback(Work.exception)  # No task awaits the last receive.
-            self._heard(rank, WORDS.decode(await work, rank))
+            word = WORDS.decode(await work, rank)
+            if not self._closed:
+                self._heard(rank, word)
 
     def _act(self, actions: list[Action]) -> None:
         """Carry out actions in order, together with actions that follow from them."""
@@ -93,21 +180,25 @@ class Party(Handle, ABC):
             self._acting = False
 
     def _tell(self, rank: int, word: Word) -> None:
-        """Send a message to a rank of this side. The communicator reports a lost rank."""
+        """Send a message to a rank of this side. The communicator reports a lost rank.
+
+        The message has no deadline, because the move has one.
+        """
         if rank == self._rank:
             self._heard(rank, word)
-        else:
+        elif self._hears:
             with contextlib.suppress(CommError):
-                self._lane.send_object(WORDS.encode(word), rank).add_done_callback(Work.exception)
+                self._lane.send_object(WORDS.encode(word), rank, timeout=None).add_done_callback(Work.exception)
 
     async def _leave(self) -> None:
-        """Stop receiving messages, and close the lane."""
+        """End this rank's tasks, and tell the other ranks of this side that it is closed."""
         self._closed = True
         await self._background.aclose()
-        if hasattr(self, "_lane"):
+        if self._hears:
             self._hook.remove()
-            with contextlib.suppress(CommError):
-                await self._lane.aclose()
+            for rank in self._others():
+                self._tell(rank, RankClosed())
+            self._hears = False
 
     @abstractmethod
     async def aclose(self) -> None:

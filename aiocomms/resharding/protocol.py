@@ -355,11 +355,15 @@ class SourceLeader(NamedTuple):
     phase: Literal["gathering", "proposed", "withdrawn"] = "gathering"
     kind: str = LOST
     """The kind of the failure for which the version was withdrawn."""
+    closed: str = ""
+    """The reason why all further moves fail: a rank was closed; empty if none was."""
 
     def enter(self, rank: int, word: Enter) -> Next[SourceLeader]:
         """Record that a rank has called ``move``. When every rank has called it, propose the version to the target."""
         if word.call != self.call:
             return self, []
+        if self.closed:
+            return self._settle(LOST, self.closed)
         entered = (*self.entered, (rank, word.version))
         after = self._replace(entered=entered)
         if len(entered) < self.ranks:
@@ -384,6 +388,11 @@ class SourceLeader(NamedTuple):
         absent = [rank for rank in range(self.ranks) if rank not in here]
         called = f"; {_ranks('source', absent)} {_verb('have', absent)} not called move" if absent else ""
         return self._settle(word.kind, word.why + called)
+
+    def closed_by(self, rank: int) -> Next[SourceLeader]:
+        """Record that a rank was closed, after it has given up its own call."""
+        after = self._replace(closed=self.closed or f"source rank {rank} was closed")
+        return after._settle(LOST, after.closed) if self.entered and self.phase == "gathering" else (after, [])
 
     def admit(self, word: Admit) -> Next[SourceLeader]:
         """Let all ranks write into the target's buffers."""

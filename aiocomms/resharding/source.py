@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import anyio
 
@@ -26,7 +26,7 @@ from aiocomms.errors import (
 )
 from aiocomms.lowlevel import clock, run_in_thread
 from aiocomms.lowlevel.shielding import shielded
-from aiocomms.progress.driver import Bell
+from aiocomms.progress.driver import Bell, Promise
 from aiocomms.resharding.chunks import Chunk, chunks_of, records_of, unchanged
 from aiocomms.resharding.party import Party, hear, say
 from aiocomms.resharding.plan import MovePlan, planned
@@ -47,12 +47,14 @@ from aiocomms.resharding.target import Tensors, checked_version
 from aiocomms.resharding.words import (
     WORDS,
     Admit,
+    ChunkRecord,
     Enter,
     Falter,
     Inquire,
     Inventory,
     Known,
     Present,
+    RankClosed,
     Settled,
     TargetRecord,
     Word,
@@ -76,12 +78,12 @@ class Source(Party):
 
     _plan: MovePlan
 
-    def __init__(
-        self, comm: Communicator, here: Endpoint, tensors: Tensors, chunks: Mapping[str, Chunk], convert: Convert | None
-    ) -> None:
-        super().__init__(comm, "a source")
-        self._here, self._convert = here, convert
-        self._tensors, self._chunks, self._records = dict(tensors), chunks, records_of(chunks)
+    _chunks: Mapping[str, Chunk]
+    _records: tuple[ChunkRecord, ...]
+
+    def __init__(self, comm: Communicator, here: Endpoint, tensors: Tensors, convert: Convert | None) -> None:
+        super().__init__(comm, "source")
+        self._here, self._tensors, self._convert = here, tensors, convert
         self._peers: dict[int, Peer] = {}
         """The connections to the target ranks that this rank writes to; rank 0 also connects to target rank 0."""
         self._version = self._asked = 0
@@ -119,7 +121,7 @@ class Source(Party):
             communicator's timeout.
         :raises ArgumentError: an argument is wrong, the source lacks elements that the target needs, or the whole shape
             of a tensor differs between ranks of either side.
-        :raises MoveLostError: another rank could not connect to the target.
+        :raises MoveLostError: another rank has failed or was cancelled.
         :raises CommError: this rank could not connect, or the communicator is lost or closed.
         """
         if not isinstance(comm, Communicator):
@@ -128,59 +130,49 @@ class Source(Party):
             raise wrong_type("here", here, "an Endpoint")
         if convert is not None and not callable(convert):
             raise wrong_type("convert", convert, "a function, or None")
-        chunks = await run_in_thread(partial(chunks_of, tensors, here.device))
-        self = cls(comm, here, tensors, chunks, convert)
-        try:
-            await self._meet(address, timeout)
-        except BaseException:
-            await self.aclose()
-            raise
+        self = cls(comm, here, tensors, convert)
+        await self._run_open(partial(self._meet, address, timeout))
         return self
 
     async def _meet(self, address: bytes, timeout: OpTimeout) -> None:
         """Exchange inventories with the target and the other ranks, plan, and connect."""
         number = clock.token_bytes(16)
-        mine = WORDS.encode(Inventory(0, (TargetRecord(b"", self._records),)))
 
         async def inquire() -> tuple[bytes, bytes, bytes]:
+            self._chunks = await run_in_thread(partial(chunks_of, self._tensors, self._here.device))
+            self._tensors, self._records = dict(self._tensors), records_of(self._chunks)
+            mine = WORDS.encode(Inventory(0, (TargetRecord(b"", self._records),)))
             return number, mine, b"" if self._rank else await self._inquire(address, number, timeout)
 
         told = await self._together(inquire, timeout)
         number, target = told[0][0], inventory(told[0][2])
         held = [inventory(word, rank).ranks[0].chunks for rank, (_, word, _) in enumerate(told)]
         self._version = target.version
-        self._plan = await run_in_thread(partial(planned, self._rank, held, target.ranks))
+
+        async def connect() -> None:
+            self._plan = await run_in_thread(partial(planned, self._rank, held, target.ranks))
+            await self._connect(number, target, timeout)
+
+        await self._together(connect, timeout)
         self._state = SourceRank(self._rank, self._plan.targets)
         self._leader = SourceLeader(self._comm.size, self._plan.writers)
-        self._open_lane(number)
+        self._start_hearing()
         if self._rank == 0:
             self._background.start(self._hear_target)
-        await self._together(partial(self._connect, number, target, timeout), timeout)
-
-    async def _together(self, call: Callable[[], Coroutine[Any, Any, Any]], timeout: OpTimeout) -> list[Any]:
-        """Make a call on each rank, and return the results of all ranks.
-
-        :raises CommError: the call has failed on a rank; all ranks raise.
-        """
-        failure, result = None, None
-        try:
-            result = await call()
-        except CommError as error:
-            failure = error
-        why = "" if failure is None else as_reason(failure)
-        told = await self._comm.all_gather_object((why, result), timeout=timeout)
-        if failure is not None:
-            raise failure
-        for rank, (why, _) in enumerate(told):
-            if why:
-                raise MoveLostError(f"source rank {rank}: {why}", comm=self._comm.name, rank=self._rank)
-        return [result for _, result in told]
 
     async def _inquire(self, address: bytes, number: bytes, timeout: OpTimeout) -> bytes:
         """Return the encoded inventory of the target, from its rank 0."""
         peer = self._peers[0] = await self._here.connect(address, timeout=timeout)
         say(peer, Inquire(number))
-        word: bytes = await peer.recv_object(timeout=timeout)
+        work, answered = peer.recv_object(timeout=timeout), Promise(self._driver)
+        work.add_done_callback(lambda _: answered.set())
+        try:
+            await answered
+        except BaseException:  # The next source could otherwise overtake the inquiry, and would be replaced.
+            with anyio.move_on_after(CLOSE_GRACE, shield=True):
+                await answered
+            raise
+        word: bytes = work.result()
         inventory(word)
         return word
 
@@ -189,12 +181,9 @@ class Source(Party):
         for rank in self._plan.targets:
             peer = self._peers[rank] = await self._here.connect(target.ranks[rank].address, timeout=timeout)
             say(peer, Present(number, self._rank))
-            if rank or self._rank:  # Source rank 0 receives the answer of target rank 0 in _hear_target.
-                word = WORDS.decode(await peer.recv_object(timeout=timeout))
-                if not isinstance(word, Known):
-                    raise ProtocolError(
-                        f"target rank {rank} says {type(word).__name__}, wanted that it knows this rank"
-                    )
+            word = WORDS.decode(await peer.recv_object(timeout=timeout))
+            if not isinstance(word, Known):
+                raise ProtocolError(f"target rank {rank} says {type(word).__name__}, wanted that it knows this rank")
 
     def __repr__(self) -> str:
         return f"<Source of '{self._comm.name}' rank {self._rank}: version {self._version}>"
@@ -319,6 +308,10 @@ class Source(Party):
                 self._state, actions = self._state.admit(word)
             case Settled() if rank == 0:
                 self._state, actions = self._state.settled(word)
+            case RankClosed() if rank == 0:
+                self._state, actions = self._state.lose("source rank 0 was closed")
+            case RankClosed():
+                self._leader, actions = self._leader.closed_by(rank)
             case _:
                 raise ProtocolError(f"rank {rank} says {type(word).__name__}, which is not for it to say", peer=rank)
         self._act(actions)
@@ -378,8 +371,8 @@ class Source(Party):
             self._state, actions = self._state.lose("the source was closed")
             self._act(actions)
         await self._leave()
-        for peer in self._peers.values():
-            await peer.aclose()
+        self._tensors, self._chunks = {}, {}
+        await self._disconnect()
 
 
 def first(error: BaseException) -> BaseException:

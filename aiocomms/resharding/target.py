@@ -14,7 +14,7 @@ from aiocomms.communicator.communicator import Communicator
 from aiocomms.endpoints.endpoint import Endpoint
 from aiocomms.endpoints.peer import Peer
 from aiocomms.errors import ArgumentError, CommClosedError, CommError, ProtocolError
-from aiocomms.lowlevel import clock, run_in_thread
+from aiocomms.lowlevel import run_in_thread
 from aiocomms.progress.driver import Bell
 from aiocomms.progress.work import Work
 from aiocomms.resharding.chunks import Chunk, chunks_of, records_of
@@ -24,7 +24,6 @@ from aiocomms.resharding.versions import VersionMemory, Weights
 from aiocomms.resharding.words import (
     WORDS,
     Broken,
-    ChunkRecord,
     Clear,
     Cleared,
     Inquire,
@@ -32,6 +31,7 @@ from aiocomms.resharding.words import (
     Known,
     Present,
     Propose,
+    RankClosed,
     Settled,
     TargetRecord,
     Whole,
@@ -67,10 +67,9 @@ class Target(Party):
 
     _inventory: Inventory
 
-    def __init__(self, comm: Communicator, here: Endpoint, records: tuple[ChunkRecord, ...], version: int) -> None:
-        super().__init__(comm, "a target")
-        self._here, self._records = here, records
-        self._memory = VersionMemory(here, records)
+    def __init__(self, comm: Communicator, here: Endpoint, version: int) -> None:
+        super().__init__(comm, "target")
+        self._here, self._memory = here, VersionMemory(here)
         self._state = TargetRank(comm.rank, (Held(version, 0),))
         self._leader = TargetLeader(comm.size, None, version)
         self._switched = Bell(self._driver)
@@ -104,35 +103,37 @@ class Target(Party):
         :param version: the version of the tensors' values, at least 0. If the ranks' versions differ, for example
             because a rank is new, no version is current until a source has moved a version.
         :param timeout: the deadline in seconds; None: no deadline. The default is the communicator's timeout.
-        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises ArgumentError: an argument is wrong.
+        :raises MoveLostError: another rank has failed or was cancelled.
         :raises CommError: the communicator is lost or closed.
         """
         if not isinstance(comm, Communicator):
             raise wrong_type("comm", comm, "a Communicator")
         if not isinstance(here, Endpoint):
             raise wrong_type("here", here, "an Endpoint")
-        chunks = await run_in_thread(partial(chunks_of, tensors, here.device))
-        self = cls(comm, here, records_of(chunks), checked_version(version))
-        try:
+        self = cls(comm, here, checked_version(version))
+        await self._run_open(partial(self._meet, tensors, timeout))
+        return self
+
+    async def _meet(self, tensors: Tensors, timeout: OpTimeout) -> None:
+        """Prepare the buffers, exchange the inventories of all ranks, and start to receive messages."""
+
+        async def prepare() -> bytes:
+            chunks = await run_in_thread(partial(chunks_of, tensors, self._here.device))
+            self._memory.records = records_of(chunks)
             await self._memory.make(0)
             await self._memory.fill(0, chunks)
             await self._memory.make(1)
-            await self._meet(timeout)
-        except BaseException:
-            await self.aclose()
-            raise
-        return self
+            mine = TargetRecord(self._here.address, self._memory.records)
+            return WORDS.encode(Inventory(self._leader.newest, (mine,)))
 
-    async def _meet(self, timeout: OpTimeout) -> None:
-        """Exchange the inventories of all ranks, and start to receive messages."""
-        mine = Inventory(self._leader.newest, (TargetRecord(self._here.address, self._records),))
-        told = await self._comm.all_gather_object((WORDS.encode(mine), clock.token_bytes(8)), timeout=timeout)
-        all_of = [inventory(word, rank) for rank, (word, _) in enumerate(told)]
+        told = await self._together(prepare, timeout)
+        all_of = [inventory(word, rank) for rank, word in enumerate(told)]
         versions = [it.version for it in all_of]
         self._inventory = Inventory(max(versions), tuple(it.ranks[0] for it in all_of))
         current = versions[0] if len({*versions}) == 1 else None
         self._leader = self._leader._replace(current=current, newest=max(versions))
-        self._open_lane(told[0][1])
+        self._start_hearing()
         self._background.start(self._accept)
 
     def __repr__(self) -> str:
@@ -256,6 +257,8 @@ class Target(Party):
                 self._leader, actions = self._leader.whole_on(rank, word)
             case Broken() if self._rank == 0:
                 self._leader, actions = self._leader.broken_on(word)
+            case RankClosed():  # Rank 0 decides for all ranks. A source itself notices that rank 0 is closed.
+                self._leader, actions = self._leader.lose(f"target rank {rank} was closed")
             case _:
                 raise ProtocolError(f"rank {rank} says {type(word).__name__}, which is not for it to say", peer=rank)
         self._act(actions)
@@ -360,8 +363,9 @@ class Target(Party):
             self._act(actions)
         await self._leave()
         self._switched.ring()
-        for peer in [*self._peers.values(), *([self._speaker[1]] if self._speaker else [])]:
-            await peer.aclose()
+        await self._disconnect()
+        if self._speaker is not None:
+            await self._speaker[1].aclose()
         for region in self._memory.drop(set()):
             with contextlib.suppress(CommError):
                 await region.revoke()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -45,8 +45,10 @@ class Weights(Mapping[str, Tensor]):
 class VersionMemory:
     """The buffers of a target rank, by number."""
 
-    def __init__(self, here: Endpoint, records: Sequence[ChunkRecord]) -> None:
-        self._here, self._records = here, records
+    def __init__(self, here: Endpoint) -> None:
+        self._here = here
+        self.records: tuple[ChunkRecord, ...] = ()
+        """The records of this rank's chunks."""
         self._regions: dict[int, Region] = {}
         self._tensors: dict[int, dict[str, Tensor]] = {}
 
@@ -60,11 +62,11 @@ class VersionMemory:
 
     @unaffected
     def _allocated(self) -> tuple[Tensor, dict[str, Tensor]]:
-        flat = buffers.zeros(size_of(self._records), dtype=torch.uint8, device=self._here.device)
+        flat = buffers.zeros(size_of(self.records), dtype=torch.uint8, device=self._here.device)
         # The first opening of a region moves memory that is not shared yet, on the event loop's thread.
         if flat.device.type == "cpu" and flat.numel():
             flat.share_memory_()  # type: ignore[no-untyped-call]
-        return flat, {record.name: view_of(flat, record) for record in self._records}
+        return flat, {record.name: view_of(flat, record) for record in self.records}
 
     async def fill(self, number: int, chunks: Mapping[str, Chunk]) -> None:
         """Copy chunks into a buffer. A cancelled call waits until the copy no longer reads the program's tensors."""

@@ -177,9 +177,16 @@ class Falter(msgspec.Struct, frozen=True, tag=14, array_like=True):
     why: str
 
 
+# ------------------------------------------------------------------------------------------------- within either side
+
+
+class RankClosed(msgspec.Struct, frozen=True, tag=15, array_like=True):
+    """The last message of a rank to another rank of its side: the sender is closed."""
+
+
 Word = (
     Inquire | Present | Propose | Written | Withdraw | Inventory | Known | Admit | Settled | Clear | Cleared | Whole
-    | Broken | Enter | Falter
+    | Broken | Enter | Falter | RankClosed
 )  # fmt: skip
 WORDS: Final = ControlCodec[Word](Word, "a word about a version", limit=LONGEST)
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import anyio
 import pytest
 import torch
 from torch import Tensor
 
 import aiocomms
-from aiocomms import Communicator
+from aiocomms import Communicator, Endpoint
 from aiocomms.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -418,6 +419,125 @@ def test_closed_target_is_named() -> None:
             await source.move(2)
 
     run(server, trainer)
+
+
+@pytest.mark.parametrize("while_it_reads", [False, True])
+def test_closed_target_rank_is_named_and_its_server_goes_on(while_it_reads: bool) -> None:
+    """The other rank stays open for longer than the communicator's deadline, and then uses the communicator."""
+
+    async def server(comm: Communicator, target: Target) -> None:
+        await found("first")
+        if comm.rank == 1:
+            with target.at(0) if while_it_reads else contextlib.nullcontext():
+                if while_it_reads:
+                    leave("closes")
+                    await asyncio.sleep(1)
+                await target.aclose()
+                leave("closes")
+        await asyncio.sleep(100)
+        await comm.barrier()
+
+    async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
+        await source.move(1)
+        leave("first")
+        await found("closes")
+        for version in (2, 3):
+            with pytest.raises(MoveLostError, match="target rank 1 was closed"):
+                await source.move(version)
+
+    run(server, trainer)
+
+
+@pytest.mark.parametrize("closes", [0, 1])
+def test_closed_source_rank_is_named_and_its_trainer_goes_on(closes: int) -> None:
+    async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
+        if comm.rank == closes:
+            await source.aclose()
+        else:
+            for version in (1, 2):
+                with pytest.raises(MoveLostError, match=f"source rank {closes} was closed"):
+                    await source.move(version)
+        await asyncio.sleep(100)
+        await comm.barrier()
+
+    run(idle, trainer)
+
+
+def open_side(comm: Communicator, mine: Endpoint, address: bytes) -> Awaitable[Source | Target]:
+    """Open the source of a trainer, or the target of a server."""
+    if address:
+        return Source.open(comm, {"w": Chunk(torch.ones(1, 2), (2, 2), (comm.rank, 0))}, mine, address)
+    return Target.open(comm, {"w": Chunk(torch.zeros(2, 1), (2, 2), (0, comm.rank))}, mine)
+
+
+async def cancelled_open(comm: Communicator, mine: Endpoint, address: bytes, after: float) -> str:
+    """Cancel an ``open`` after some seconds, unless it has ended before. Return how it has ended."""
+    party = None
+    with anyio.move_on_after(after) as scope:
+        try:
+            party = await open_side(comm, mine, address)
+        except MoveLostError as error:
+            return str(error)
+    leave(f"tried {comm.rank}")
+    if party is not None:
+        await found(f"tried {1 - comm.rank}")
+        await party.aclose()
+    return "cancelled" if scope.cancelled_caught else "opened"
+
+
+def ends_of_cancelled_opens(who: Sequence[int], side: int, after: float) -> list[str]:
+    """Open a target and a source, where some ranks of one side cancel their first attempt. Return how these ended."""
+
+    async def program() -> str:
+        mine, rank = divmod(here().rank, 2)
+        here().launched_as(("server", "trainer")[mine], rank, 2)
+        async with aiocomms.new_comm(timeout=60) as comm, aiocomms.open_endpoint(timeout=60) as endpoint:
+            address = await found("address") if mine else b""
+            end = ""
+            if mine == side:
+                end = await cancelled_open(comm, endpoint, address, after if rank in who else 100)
+                leave(f"tried {rank}")
+            async with await open_side(comm, endpoint, address) as party:
+                if isinstance(party, Source):
+                    await party.move(1)
+                else:
+                    leave("address", party.address)
+                await all_over()
+        return end
+
+    return simulate(program, 4, seed=1).results[2 * side : 2 * side + 2]
+
+
+@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
+def test_ranks_open_again_after_a_cancelled_open_of_a_target(who: tuple[int, ...]) -> None:
+    """The cancellations come at each step of ``open``, and the next ``open`` begins at once."""
+    seen = [ends_of_cancelled_opens(who, 0, step * 0.0005) for step in range(6)]
+    assert {"cancelled"} <= {ends[who[0]] for ends in seen} <= {"cancelled", "opened"}
+
+
+@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
+def test_ranks_open_again_after_a_cancelled_open_of_a_source(who: tuple[int, ...]) -> None:
+    seen = [ends_of_cancelled_opens(who, 1, step * 0.0015) for step in range(15)]
+    assert {ends[who[0]] for ends in seen} == {"cancelled", "opened"}
+    if len(who) == 1:
+        told = f"on 'world' (rank {1 - who[0]}): source rank {who[0]}: CommError: its task was cancelled"
+        assert {ends[1 - who[0]] for ends in seen} == {told, "opened"}
+
+
+def test_failed_open_of_one_rank_is_told_to_the_others() -> None:
+    async def program() -> None:
+        here().launched_as("server", here().rank, 2)
+        async with aiocomms.new_comm(timeout=60) as comm, aiocomms.open_endpoint(timeout=60) as mine:
+            tensors: Any = {"w": torch.zeros(2)} if comm.rank == 0 else {"w": 1}
+            kind, words = ((MoveLostError, "target rank 1: ArgumentTypeError"), (ArgumentTypeError, "tensors"))[
+                comm.rank
+            ]
+            with pytest.raises(kind, match=words):
+                await Target.open(comm, tensors, mine)
+            await asyncio.sleep(100)
+            await comm.barrier()
+
+    simulate(program, 2, seed=1)
 
 
 def test_target_that_cannot_be_reached_is_an_error_on_all_source_ranks() -> None:

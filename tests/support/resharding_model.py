@@ -4,7 +4,8 @@ Messages between two ranks come in their order, and at any later time. Buffers a
 a source rank may write to one, its part there is junk, and so it stays if the rank never says that all has arrived. At
 any time a process dies, a connection is cut, or a source rank gives up (cancelled, or late); who is concerned notices
 at any later time. A source rank whose connection is cut may write to the buffers that it knows for as long as it lives.
-The target takes steps meanwhile, rank 1 some time after rank 0.
+A rank may be closed: it says so to the other rank of its side, its connections with the other side end, and it drops
+what it hears from then on. The target takes steps meanwhile, rank 1 some time after rank 0.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from aiocomms.resharding.words import (
     Enter,
     Falter,
     Propose,
+    RankClosed,
     Settled,
     Whole,
     Withdraw,
@@ -77,6 +79,7 @@ class State(NamedTuple):
     whole: frozenset[Grant] = frozenset()
     """The parts that have arrived as a whole, and were not written to since."""
     dead: frozenset[Node] = frozenset()
+    closed: frozenset[Node] = frozenset()
     cut: frozenset[tuple[int, int]] = frozenset()
     """Connections of a source rank and a target rank that are cut."""
     noticed: frozenset[tuple[Node, Node]] = frozenset()
@@ -93,6 +96,7 @@ class State(NamedTuple):
     """Versions of which a source rank was told that they are not current."""
     faults: int = 0
     given_up: int = 0
+    closes: int = 0
     anew: bool = False
     """True if another source has taken the place of the first."""
 
@@ -103,12 +107,13 @@ class Model:
     :param faults: how many processes die and connections are cut, at most.
     :param given_up: how many times a source rank gives up, at most.
     :param steps: how many steps the target takes, at most.
+    :param closes: how many ranks are closed, at most.
     """
 
     def __init__(
-        self, faults: int = 1, given_up: int = 1, steps: int = 2, versions: tuple[int, ...] = VERSIONS
+        self, faults: int = 1, given_up: int = 1, steps: int = 2, closes: int = 0, versions: tuple[int, ...] = VERSIONS
     ) -> None:
-        self.faults, self.given_up, self.steps, self.versions = faults, given_up, steps, versions
+        self.faults, self.given_up, self.steps, self.closes, self.versions = faults, given_up, steps, closes, versions
 
     # ----------------------------------------------------------------------------------------------- exploring
 
@@ -151,7 +156,7 @@ class Model:
             place = state.sources[rank]
             over = place.phase == "idle" and (place.lost or self.next_version(state, rank) is None)
             assert over, f"source rank {rank} waits for ever: {state}"
-        if not state.dead & {*TARGETS}:
+        if not gone(state) & {*TARGETS}:
             over = state.reading == (None, None) and state.followed == len(state.steps)
             assert over, f"a step waits for ever: {state}"
 
@@ -203,7 +208,7 @@ class Model:
     def notice(self, state: State) -> Iterator[State]:
         """A rank notices that another one is gone."""
         for one, other in pairs(state):
-            if (one, other) in state.noticed or one in state.dead:
+            if (one, other) in state.noticed or one in gone(state):
                 continue
             links = tuple(it for it in state.links if it[0] != (other, one))
             after = state._replace(noticed=state.noticed | {(one, other)}, links=links)
@@ -222,7 +227,7 @@ class Model:
 
     def step(self, state: State) -> Iterator[State]:
         """The target takes steps; each ends some time."""
-        if state.dead & {*TARGETS}:
+        if gone(state) & {*TARGETS}:
             return
         for rank in RANKS:
             version = state.reading[rank]
@@ -242,13 +247,14 @@ class Model:
         """Another source takes the place of one that is lost, and moves the last version."""
         alive = self.alive(state, SOURCES)
         over = all(state.sources[rank].lost and state.sources[rank].phase == "idle" for rank in alive)
-        if state.anew or len(alive) == 2 or not over or state.dead & {*TARGETS}:
+        if state.anew or not gone(state) & {*SOURCES} or not over or gone(state) & {*TARGETS}:
             return
         leader = state.leader.leave("another source")[0]
         links = tuple(it for it in state.links if not {*it[0]} & {*SOURCES})
         yield state._replace(
             leader=leader, speaker=SourceLeader(2, WRITERS), sources=State().sources, links=links, anew=True,
             grants=frozenset(), stray=state.stray | state.grants, dead=state.dead - {*SOURCES}, cut=frozenset(),
+            closed=state.closed - {*SOURCES},
             noticed=frozenset(it for it in state.noticed if not {*it} & {*SOURCES}),
             calls=(len(self.versions) - 1,) * 2,
         )  # fmt: skip
@@ -269,10 +275,25 @@ class Model:
             for rank in self.alive(state, SOURCES):
                 after = state._replace(given_up=state.given_up + 1)
                 yield self.source(after, rank, after.sources[rank].falter(LATE, f"source rank {rank}"))
-        if state.reading[0] is None and len(state.steps) < self.steps and not state.dead & {*TARGETS}:
+        if state.closes < self.closes:
+            for node in {*SOURCES, *TARGETS} - gone(state):
+                yield self.close(state._replace(closes=state.closes + 1), node)
+        if state.reading[0] is None and len(state.steps) < self.steps and not gone(state) & {*TARGETS}:
             version = state.leader.current
             assert version is not None
             yield self.begin(state._replace(steps=(*state.steps, version)), 0, version)
+
+    def close(self, state: State, node: Node) -> State:
+        rank = int(node[1])
+        if node in SOURCES:
+            state = self.source(state, rank, state.sources[rank].falter("lost", node))
+            state = self.source(state, rank, state.sources[rank].lose(node))
+        elif rank == 0:
+            state = self.lead(state, state.leader.lose(node))
+        state = told(state, node, f"{node[0]}{1 - rank}", RankClosed())
+        for other in RANKS:
+            state = cut(state, *((rank, other) if node in SOURCES else (other, rank)))
+        return state._replace(closed=state.closed | {node})
 
     # ------------------------------------------------------------------------------------------------- actions
 
@@ -330,8 +351,10 @@ class Model:
         return state
 
     def hear(self, state: State, sender: Node, receiver: Node, word: Any) -> State:
-        """A rank hears a word."""
+        """A rank hears a word, and drops it if it is closed."""
         rank, by = int(receiver[1]), int(sender[1])
+        if receiver in state.closed:
+            return state
         if isinstance(word, Cleared) and rank:  # Its buffer is ready now.
             return told(state, receiver, "t0", word)
         if isinstance(word, Clear):
@@ -349,7 +372,10 @@ class Model:
             Written: (partial(self.target, rank=rank), lambda: target.written(by, word)),
             Enter: (self.speak, lambda: speaker.enter(by, word)),
             Falter: (self.speak, lambda: speaker.falter(word)),
+            RankClosed: (self.lead, lambda: leader.lose(sender)),
         }
+        if (sender, receiver) == ("s1", "s0"):
+            takes[RankClosed] = self.speak, lambda: speaker.closed_by(by)
         if sender == "t0":
             takes |= {
                 Admit: (self.speak, lambda: speaker.admit(word)),
@@ -357,7 +383,11 @@ class Model:
             }
         elif sender == "s0":
             own = partial(self.source, rank=rank)
-            takes |= {Admit: (own, lambda: source.admit(word)), Settled: (own, lambda: source.settled(word))}
+            takes |= {
+                Admit: (own, lambda: source.admit(word)),
+                Settled: (own, lambda: source.settled(word)),
+                RankClosed: (own, lambda: source.lose(sender)),
+            }
         act, step = takes[type(word)]
         return act(state, step=step())
 
@@ -368,7 +398,7 @@ def replaced(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]
 
 def told(state: State, sender: Node, receiver: Node, word: Any) -> State:
     """The state with one more word under way, unless it leads nowhere."""
-    if {sender, receiver} & state.dead or is_cut(state, sender, receiver):
+    if {sender, receiver} & state.dead or sender in state.closed or is_cut(state, sender, receiver):
         return state
     links = dict(state.links)
     links[sender, receiver] = (*links.get((sender, receiver), ()), word)
@@ -400,6 +430,11 @@ def cut(state: State, source: int, target: int) -> State:
 def is_cut(state: State, one: Node, other: Node) -> bool:
     source, target = sorted((one, other))
     return source[0] == "s" and target[0] == "t" and (int(source[1]), int(target[1])) in state.cut
+
+
+def gone(state: State) -> frozenset[Node]:
+    """The ranks that take no further part."""
+    return state.dead | state.closed
 
 
 def unreachable(state: State, source: int, target: int) -> bool:

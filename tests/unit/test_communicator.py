@@ -35,6 +35,7 @@ from aiocomms.errors import (
     StoreLostError,
     UnsupportedOperation,
 )
+from aiocomms.lowlevel import clock
 from aiocomms.testing import local_world
 from aiocomms.transport import Capabilities
 
@@ -790,6 +791,21 @@ def test_close_withdraws_recvs_and_waits_for_other_ops(run):
                 one.barrier()
             assert one.closed
             assert not one.aborted
+
+    run(main)
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("send", ["send", "send_object"])
+def test_ranks_close_at_once_although_neither_receives_what_the_other_sends(run, send):
+    async def main():
+        async with local_world(2) as (one, two):
+            works = [getattr(comm, send)(torch.ones(1), 1 - comm.rank) for comm in (one, two)]
+            start = clock.now()
+            await together(one.aclose, two.aclose)
+            assert clock.now() - start < core.CLOSE_GRACE
+            for work in works:
+                assert isinstance(await outcome(work), CommAbortedError)
 
     run(main)
 

@@ -17,17 +17,22 @@ Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
 @pytest.mark.parametrize(
-    ("faults", "given_up", "steps", "least"),
+    ("bounds", "least"),
     [
-        (0, 1, 1, 10_000),
-        (1, 0, 1, 300_000),
-        pytest.param(0, 2, 2, 300_000, marks=pytest.mark.search),
-        pytest.param(1, 1, 1, 3_000_000, marks=[pytest.mark.search, pytest.mark.timeout(3600)]),
+        ((0, 1, 1), 10_000),
+        ((1, 0, 1), 300_000),
+        ((0, 0, 0, 1), 50_000),
+        pytest.param((0, 2, 2), 300_000, marks=pytest.mark.search),
+        pytest.param((0, 0, 1, 1), 400_000, marks=pytest.mark.search),
+        pytest.param((1, 1, 1), 3_000_000, marks=[pytest.mark.search, pytest.mark.timeout(3600)]),
     ],
 )
-def test_moves_reach_no_wrong_or_stuck_state(faults: int, given_up: int, steps: int, least: int) -> None:
-    """No state is wrong or stuck, although a process dies, a connection is cut, or a source rank gives up."""
-    states = Model(faults, given_up, steps).explore()
+def test_moves_reach_no_wrong_or_stuck_state(bounds: tuple[int, ...], least: int) -> None:
+    """No state is wrong or stuck.
+
+    A process dies, a connection is cut, a source rank gives up, or a rank is closed.
+    """
+    states = Model(*bounds).explore()
     print(f"{states} states")
     assert states > least, "the model is not what it was"
 
@@ -113,6 +118,11 @@ def gives_up_without_asking(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SourceLeader, "falter", mutant)
 
 
+def ignores_a_closed_rank(patch: pytest.MonkeyPatch) -> None:
+    """Source rank 0 waits for the call of a closed rank."""
+    patch.setattr(SourceLeader, "closed_by", lambda self, rank: (self, []))
+
+
 @pytest.mark.parametrize(
     ("mutation", "bounds", "found"),
     [
@@ -125,10 +135,11 @@ def gives_up_without_asking(patch: pytest.MonkeyPatch) -> None:
         (forgets_the_end_of_a_later_call, (0, 1, 0), "waits for ever"),
         (switches_what_was_withdrawn, (0, 1, 0), "was told that it is not|is current"),
         (gives_up_without_asking, (0, 1, 0), "was told that it is not|is current"),
+        (ignores_a_closed_rank, (0, 0, 0, 1), "waits for ever"),
     ],
 )
 def test_checker_finds_what_is_wrong(
-    mutation: Mutation, bounds: tuple[int, int, int], found: str, monkeypatch: pytest.MonkeyPatch
+    mutation: Mutation, bounds: tuple[int, ...], found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each change to the protocol leads to a wrong state, or to one in which a rank waits for ever."""
     mutation(monkeypatch)
