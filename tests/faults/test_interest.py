@@ -40,7 +40,7 @@ Case = Callable[[Post], Awaitable[object]]
 
 def table() -> dict[str, str]:
     """Return the outcome of each way, from the page."""
-    text = PAGE.read_text().split("| interest is lost by |", 1)[-1].split("\n\n", 1)[0]
+    text = PAGE.read_text().split("| event |", 1)[-1].split("\n\n", 1)[0]
     return dict(re.findall(r"^\| ([^-].*?) \| (\w[\w ]*\w)[.:;,|]? ?.*\|$", text, re.MULTILINE))
 
 
@@ -222,21 +222,21 @@ ASYNCIO: dict[str, Case] = {
     "`asyncio.wait_for(work, seconds)`": wait_for_a_while,
     "`asyncio.wait_for(work.wait(), 0)`": wait_for_wait,
     "`asyncio.timeout(0)` around `await work`": asyncio_timeout,
-    "`asyncio.gather(work, …)`, cancelled in the turn of the call": gather_in_its_own_turn,
+    "`asyncio.gather(work, …)`, cancelled in the same turn of the loop": gather_in_its_own_turn,
     "`asyncio.create_task(work)`, cancelled before its first step": task_before_its_first_step,
     "`TaskGroup.create_task(work)`, and the group's body raises at once": task_group,
-    "`TaskGroup.create_task(work)` of a group that is over (Python 3.13)": closed_by_a_task_group,
+    "`TaskGroup.create_task(work)` of a finished group (Python 3.13)": closed_by_a_task_group,
     "`asyncio.eager_task_factory` (Python 3.12), and the task is cancelled at once": eager,
     "a task that would call the operation, cancelled before its first step": calls_it_itself,
     "a task whose coroutine has the work as an argument, cancelled before its first step": handed_to_a_coroutine,
     "`asyncio.shield(work)` is cancelled": shield,
     "one of two tasks that await it is cancelled": another_awaiter,
     "`await work.cancel()`": cancel,
-    "its own deadline, `timeout=`": deadline,
+    "its deadline (`timeout=`) passes": deadline,
     "`work.wait_blocking(timeout=0)`": wait_blocking,
     "`wait(0)` of a portal's work": wait_in_a_thread,
     "Ctrl-C ends the `wait()` of a portal's work, and no other thread waits for it": interrupted_in_a_thread,
-    "no task awaits it, and the program drops it": dropped,
+    "no task awaits it, and the program deletes it": dropped,
 }
 EITHER: dict[str, tuple[Case, Case]] = {  # The first case is for asyncio by anyio, the second for trio.
     "`anyio.move_on_after(0)` or `trio.move_on_after(0)` around `await work`": (
@@ -252,7 +252,10 @@ CASES = (
     *(("asyncio", way, case) for way, case in ASYNCIO.items()),
     *(("asyncio", way, case) for way, (case, _) in EITHER.items()),
     *(("trio", way, case) for way, (_, case) in EITHER.items()),
-    *(("trio", way, ASYNCIO[way]) for way in ("`await work.cancel()`", "no task awaits it, and the program drops it")),
+    *(
+        ("trio", way, ASYNCIO[way])
+        for way in ("`await work.cancel()`", "no task awaits it, and the program deletes it")
+    ),
 )
 
 
