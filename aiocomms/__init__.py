@@ -1,12 +1,12 @@
-"""asyncio-native communication for PyTorch tensors: every operation returns an awaitable :class:`Work` at once.
+"""asyncio-native communication for PyTorch tensors: the call of an operation returns an awaitable :class:`Work`.
 
 >>> comm = await aiocomms.new_comm("auto")
 >>> t = await comm.all_reduce(t, aiocomms.ReduceOp.SUM)
 
-The import of this package loads neither torch, nor a loop library, nor a transport. Each name loads its module at first
-use. The import installs a signal handler only if ``AIOCOMMS_RECORDER_SIGNAL`` is set. In a rank that a launcher has
-started, the import wraps ``sys.excepthook``. The other ranks then learn of an exception that ends this rank before the
-ranks have met.
+The import of this package does not import torch, an event-loop library or a transport. Each name loads its module at
+the first use. The import installs a signal handler only if ``AIOCOMMS_RECORDER_SIGNAL`` is set. If a launcher has
+started this process as a rank, the import wraps ``sys.excepthook``. An exception may end this rank before the ranks
+have met. The other ranks then learn of this exception.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The checks of arguments. This module loads no torch, to load quickly: an event loop may already run."""
+"""The checks of arguments. This module does not import torch, because this import could block an event loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 TIMEOUT_MAX = 366 * 86400.0
-"""The longest timeout, in seconds: a year. A larger value is refused as a likely mistake in the unit."""
+"""The longest timeout, in seconds: a year. A larger value is refused, because its unit is probably wrong."""
 
 Timeout = float | timedelta | None
 """A deadline, as a number of seconds or a ``timedelta``; None: no deadline."""
@@ -43,9 +43,9 @@ DEFAULT: Final = "world"
 UNNAMED: Final = "endpoint"
 """The default name of an endpoint."""
 FORMING: Final = 600.0
-"""A communicator without a deadline must form in so many seconds; else an error names the ranks that never arrive."""
+"""The seconds in which a communicator without a deadline must form. After them an error names the missing ranks."""
 SILENCE: Final = 5.0
-"""The default for the seconds without a sign of life after which a rank counts as dead."""
+"""The default number of seconds without a heartbeat after which a rank counts as dead."""
 _HEARTBEAT: Final = "AIOCOMMS_HEARTBEAT"
 
 
@@ -80,9 +80,9 @@ def describe(tensor: torch.Tensor) -> str:
 def as_int(value: Any) -> Any:
     """Return the int of a value with ``__index__``, such as an integer of NumPy or an ``IntEnum``.
 
-    A bool, a tensor, an array, or a value without ``__index__`` is returned unchanged. Only functions that are rarely
-    called use this function. An op is first checked with the numbers that the caller gave. If this check fails,
-    :func:`aiocomms.ops.arrays.checked` converts these numbers and checks them again.
+    A bool, a tensor, an array, or a value without ``__index__`` is returned unchanged. Only rare calls use this
+    function. The numbers of an op are first checked without a conversion. If this check fails,
+    :func:`aiocomms.ops.arrays.checked` converts the numbers and checks them again.
     """
     kind = type(value)
     if kind is int or kind is bool or not hasattr(kind, "__index__") or hasattr(kind, "__dlpack__"):
@@ -111,7 +111,7 @@ def in_utf8(name: str, value: str) -> bytes:
     """Check a text, and return it in UTF-8.
 
     :raises ArgumentTypeError: the value is no ``str``.
-    :raises ArgumentError: UTF-8 has no form for the value, because it holds half of a surrogate pair.
+    :raises ArgumentError: UTF-8 cannot encode the value, because the value contains half of a surrogate pair.
     """
     if not isinstance(value, str):
         raise wrong_type(name, value, "a str")
@@ -137,7 +137,7 @@ def deadline(name: str, value: Timeout) -> float:
 def op_deadline(timeout: OpTimeout, default: float) -> float:
     """Check the deadline of one op, and return it in seconds.
 
-    :param default: the seconds to return if the op has no deadline of its own.
+    :param default: the seconds to return if the caller passed no deadline for this op.
     """
     return default if timeout is COMM_TIMEOUT else deadline("timeout", timeout)
 
@@ -159,9 +159,9 @@ def seconds(name: str, value: float | timedelta) -> float:
 
 
 def silence(options: Mapping[str, Any]) -> float:
-    """Return the seconds after which a silent rank counts as dead; 0: never.
+    """Return the seconds without a heartbeat after which a rank counts as dead; 0: never.
 
-    The value comes from the hint ``"heartbeat"``, or else from ``AIOCOMMS_HEARTBEAT``, or else is the default.
+    The value is the hint ``"heartbeat"``. Without the hint, the value is ``AIOCOMMS_HEARTBEAT``, or :data:`SILENCE`.
 
     :raises ArgumentError: the value is neither a number of seconds nor 0.
     """
@@ -205,7 +205,10 @@ def device_of(value: str | torch.device) -> torch.device:
 
 
 def place(store: object, rank: object, size: object) -> None:
-    """Check that rank, size and store fit together; one error lists all problems."""
+    """Check that rank, size and store fit together. One error lists all problems.
+
+    :raises ArgumentError: the values do not fit together.
+    """
     if store is None and rank is None and size is None:
         return
     wrong = []

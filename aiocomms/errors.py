@@ -1,9 +1,8 @@
-"""The exceptions of aiocomms, and the state in which each one leaves the communicator.
+"""The exceptions of aiocomms, and the state in which each exception leaves the communicator.
 
-All of them derive from :class:`CommError`. They carry the communicator's name, the operation's name and sequence
-number, this rank and the peer, as far as these are known. Each description says whether the communicator stays *usable*
-or is *poisoned*. On a usable one the program can go on. On a poisoned one every later call fails at once with the first
-reason.
+All of them except :class:`SimulationError` derive from :class:`CommError`. Their attributes name the communicator, the
+operation, its number, this rank and the peer, as far as these are known. Each description says whether the communicator
+stays *usable* or is *lost*. On a lost communicator every later call fails at once with the reason of the loss.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ __all__ = [
 
 
 class CommError(Exception):
-    """Raised when communication fails; the base of every error of aiocomms.
+    """Raised when communication fails; the base class of all errors of aiocomms except :class:`SimulationError`.
 
     :param message: what happened, and what to do about it.
     :param comm: the communicator's name.
@@ -79,7 +78,7 @@ class CommError(Exception):
         return f"{where}: {self.message}" if where else self.message
 
     def _where(self) -> str:
-        """Return the op, its number, the communicator and the rank, as far as they are known."""
+        """Return the op, its number, the communicator and the rank as text, as far as they are known."""
         where = self.op or ""
         if where and self.seq is not None:
             where += f" #{self.seq}"
@@ -110,7 +109,7 @@ class CommError(Exception):
         return copy
 
     def within(self, op: str, seq: int) -> Self:
-        """Make a copy of this error for the operation that contains the failed one."""
+        """Make a copy of this error for the operation that contains the failed operation."""
         copy = self.about()
         copy.op, copy.seq = op, seq
         return copy
@@ -131,7 +130,8 @@ class UnsupportedOperation(CommError):  # noqa: N818 - the name io.UnsupportedOp
 class MessageTruncatedError(CommError):
     """Raised when the size of a message differs from that of the receive buffer. The communicator stays usable.
 
-    The message is consumed. A larger message loses its tail; a shorter one does not change the rest of the buffer.
+    No later receive gets the message. If the message is too large, its end is lost. If the message is too short, the
+    rest of the buffer does not change.
     """
 
 
@@ -140,7 +140,7 @@ class BufferBusyError(CommError):
 
 
 class ConcurrentCollectivesError(CommError):
-    """Raised in debug mode when two tasks have collectives pending at once: their order may differ between ranks.
+    """Raised in debug mode when two tasks have pending collectives, whose order may differ between ranks.
 
     Nothing was sent; the communicator stays usable.
     """
@@ -162,7 +162,7 @@ class WorkCancelledError(CommError):
     """Raised when a program asks for the result of a withdrawn operation. The communicator stays usable.
 
     The operation did not happen. The class does not derive from :class:`asyncio.CancelledError`, because a task group
-    or a timeout would treat that error as its own cancellation.
+    or a timeout would treat such an error as its own cancellation.
     """
 
 
@@ -171,21 +171,21 @@ class CommClosedError(CommError):
 
 
 class CommAbortedError(CommError):
-    """Raised when the communicator was aborted on any rank; the error carries the first reason.
+    """Raised when the communicator was aborted on any rank; the error gives the first reason.
 
-    The communicator is poisoned.
+    The communicator is lost.
     """
 
 
 class CommTimeoutError(CommError, TimeoutError):
     """Raised when an operation's deadline passed; the error names the missing ranks, if the transport knows them.
 
-    The communicator is poisoned on every rank, unless the operation was a receive or a wait (for a message or a
-    signal) that nothing had matched.
+    The communicator is lost on every rank, unless the operation was a receive, a ``probe`` or a ``wait_signal`` whose
+    message or signal had not arrived.
 
     :param late: the missing ranks, the same on every rank; empty if they are unknown. If one rank is missing, ``peer``
         is that rank.
-    :param teller: the rank whose deadline has passed, if it is not this rank.
+    :param teller: the rank whose deadline has passed, if this is another rank.
     """
 
     def __init__(
@@ -222,43 +222,46 @@ class LeftBehindError(CommError):
 
 
 class PeerDiedError(CommError):
-    """Raised when a rank has died or has been cut off. The communicator is poisoned."""
+    """Raised when a rank has died or is unreachable. The communicator is lost."""
 
 
 class MismatchError(CommError):
-    """Raised when ranks disagree, for example on the collective that they call. The communicator is poisoned."""
+    """Raised when calls of the ranks do not match, such as two different collectives. The communicator is lost.
+
+    If ``new_window`` raises this error, the communicator stays usable.
+    """
 
 
 class StoreLostError(CommError):
-    """Raised when the rendezvous store is lost. Established communicators stay usable."""
+    """Raised when the store, where ranks meet, is lost. Communicators that are already formed stay usable."""
 
 
 class DriverLostError(CommAbortedError):
-    """Raised on every worker when the driver is lost and no other process has taken its place.
+    """Raised on every worker of a service when its driver is lost and no other process has replaced the driver.
 
-    The communicator is poisoned.
+    The communicator is lost.
     """
 
 
 class WorkerError(CommError):
-    """Raised on rank 0 when rank ``peer`` failed to carry out a plan; the cause has that rank's traceback.
+    """Raised on rank 0 when a plan has failed on rank ``peer``; ``__cause__`` has that rank's traceback.
 
-    The communicator stays usable, except if ``Driver.run_in_order`` started the plan, and the plan had called an
-    operation.
+    The communicator stays usable. Exception: if ``Driver.run_in_order`` started the plan, and the plan had called an
+    operation, the communicator is lost.
     """
 
 
 class PlanLostError(CommError):
-    """Raised when a rank is lost during a plan, or a lost rank has not been replaced yet; the cause says why.
+    """Raised when a rank is lost during a plan, or a lost rank has not been replaced yet; ``__cause__`` is the reason.
 
-    The communicator is poisoned. The program can run the plan again if a second run does no harm.
+    The communicator is lost. The program can run the plan again if a second run does no harm.
     """
 
 
 class PlanTimeoutError(CommTimeoutError):
     """Raised on rank 0 when a plan misses its deadline; the error names the ``late`` ranks and their operations.
 
-    All ranks have given up the plan. The communicator stays usable.
+    All ranks have stopped the plan. The communicator stays usable.
     """
 
 
@@ -267,14 +270,14 @@ class ServiceBusyError(CommError):
 
 
 class ClientLeftError(CommError):
-    """Raised in a web server's handler when the client has disconnected: its request was cancelled on all ranks.
+    """Raised in a web server's handler when the client has disconnected. The request was cancelled on all ranks.
 
     The communicator stays usable.
     """
 
 
 class ProtocolError(CommError):
-    """Raised when received bytes violate the protocol: a stranger or a broken peer has sent them.
+    """Raised when received bytes violate the protocol, because an unknown process or a broken peer has sent them.
 
     The transport drops the connection. If the bytes belong to an object, only the receive of the object fails, and the
     communicator stays usable.
@@ -286,7 +289,7 @@ class AuthError(ProtocolError):
 
 
 class RegionError(CommError):
-    """Raised when a region's descriptor is forged, foreign or expired.
+    """Raised when a region's descriptor is forged or expired, or belongs to another endpoint.
 
     The same error is raised when the region is revoked or closed, or forbids the operation. Nothing was read or
     written. The connection with the region's endpoint stays usable.
@@ -294,7 +297,7 @@ class RegionError(CommError):
 
 
 class LeaseError(CommError):
-    """Raised when leased blocks are no longer usable: the owner took them back, or the borrower dropped them.
+    """Raised when leased blocks are no longer usable, because the owner or the borrower has ended the lease.
 
     The message says why. The connection with the other endpoint stays usable.
     """
@@ -303,10 +306,10 @@ class LeaseError(CommError):
 class MoveLostError(CommError):
     """Raised on every source rank when ``Source.move`` of :mod:`aiocomms.resharding` fails because a rank is lost.
 
-    The same error is raised if a rank closes, aborts or is cancelled, or if ``convert`` raises. The message names the
-    rank.
+    The same error is raised if a rank closes, aborts or cancels its part in the move, or if ``convert`` raises. The
+    message names the rank.
 
-    The target's old version stays current. The communicators stay usable, except one that is itself lost.
+    The target keeps its old version. The communicators stay usable, unless a communicator itself is lost.
     """
 
 
@@ -315,7 +318,7 @@ class MoveTimeoutError(CommTimeoutError):
 
     The message says what the rank waited for.
 
-    The target's old version stays current. The communicators stay usable.
+    The target keeps its old version. The communicators stay usable.
     """
 
 

@@ -1,9 +1,9 @@
 """The functional forms of the operations: functions that return a new tensor and do not change their arguments.
 
-Each function takes ``group``: a communicator or its name. ``""`` and None mean the default, ``"world"``. Each function
-starts its operation at once and returns a :class:`~aiocomms.Work` whose result is the new tensor. Arguments need not be
-contiguous and may require grad. Gradients do not flow through the operation. All functions raise :class:`ArgumentError`
-for wrong arguments before they send anything.
+The argument ``group`` of each function is a communicator or its name. ``""`` and None mean the default, ``"world"``.
+Each function starts its operation at once and returns a :class:`~aiocomms.Work` whose result is the new tensor. Tensor
+arguments may be non-contiguous and may require grad. Gradients do not flow through the operation. All functions raise
+:class:`ArgumentError` for wrong arguments before they send anything.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def recv(
 def broadcast(tensor: Given, root: int, group: AnyGroup = None) -> Work[Given]:
     """Give every rank a copy of the root's tensor.
 
-    :param tensor: the tensor to send, on the root; on other ranks only its shape and dtype matter.
+    :param tensor: the tensor to send, on the root. On other ranks only the shape and the dtype matter.
     """
     return get_comm(group).broadcast(_copy("tensor", tensor), root)
 
@@ -108,7 +108,7 @@ def all_gather(tensor: Given, group: AnyGroup = None) -> Work[Given]:
 def gather(tensor: Given, dst: int, group: AnyGroup = None) -> Work[Given | None]:
     """Give rank ``dst`` the tensors of all ranks.
 
-    :returns: the work; its result has the shape ``(size, *tensor.shape)`` on ``dst`` and is None elsewhere.
+    :returns: the work; its result has the shape ``(size, *tensor.shape)`` on ``dst``, and is None on other ranks.
     """
     comm = get_comm(group)
     mine: Tensor = _dense("tensor", tensor)
@@ -137,7 +137,10 @@ def reduce_scatter(tensor: Given, op: ReduceOp | str = ReduceOp.SUM, group: AnyG
 
 
 def all_to_all(tensor: Given, group: AnyGroup = None) -> Work[Given]:
-    """Exchange equal chunks of dimension 0: chunk ``r`` of the result is rank ``r``'s chunk for this rank."""
+    """Send chunk ``r`` of a tensor to rank ``r``; chunk ``r`` of the result is the chunk that rank ``r`` sends here.
+
+    The chunks are the ``size`` equal parts of dimension 0.
+    """
     comm = get_comm(group)
     mine = _dense("tensor", tensor)
     _chunk(mine, comm.size)
@@ -169,7 +172,7 @@ class ScatterNew(Op, frozen=True, eq=False):
 
 @schedule(ScatterNew)
 def _scatter_new(g: Context, op: ScatterNew) -> Steps:
-    """Broadcast dtype and shape down a tree, then send each rank its chunk straight from the source."""
+    """Broadcast dtype and shape along a tree of ranks. Then rank ``src`` sends each rank its chunk directly."""
     outline = buffers.empty(codec.TENSOR_BYTES, dtype=torch.uint8, device=g.device)
     if op.tensor is not None:
         outline = crossing.to_tensor(codec.describe_tensor(op.tensor), g.device)

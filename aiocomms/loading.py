@@ -1,7 +1,7 @@
-"""The loading of modules in a thread, off the event loop: from a cold disk an import takes a second.
+"""The loading of modules in a thread, so that the event loop is not blocked. An import can take a second.
 
-The program's first import of aiocomms may run on the loop, and it loads this module. So this module imports only the
-standard library.
+The program may first import aiocomms, and with it this module, while its event loop runs. So this module imports only
+the standard library.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _lock = threading.Lock()
 async def loaded(name: str) -> None:
     """Import a module, and the modules of ``_WITH``, in a thread, unless they are loaded.
 
-    The call ignores errors: the caller's own import, which follows, raises them.
+    The call ignores errors, because the caller imports the module afterwards, and then gets the error.
     """
     trio: Any = sys.modules.get("trio")
     of_trio = trio is not None and trio.lowlevel.in_trio_run()

@@ -16,12 +16,12 @@ Given = TypeVar("Given", bound=TensorLike)
 
 
 class Collectives(Reducing):
-    """The methods for collectives: every rank calls the same ones in the same order, with arguments that match.
+    """The methods for collectives. All ranks must call the same collectives in the same order, with matching arguments.
 
-    The order of the *calls* counts, not the order in which a rank awaits them; several collectives may be pending at
-    once. Each call returns at once. Tensors are contiguous and on the communicator's device. Empty tensors are allowed,
-    and so is every dtype in :data:`aiocomms.ops.checks.DTYPES`. A tensor that an op writes must not share memory with
-    another tensor of the op, except where the description of a parameter allows it.
+    Collectives match in the order of the *calls*; the order of the awaits has no effect. Several collectives may be
+    pending at once. Each call returns at once. Tensors must be contiguous and on the communicator's device. Tensors may
+    be empty, and may have any dtype in :data:`aiocomms.ops.checks.DTYPES`. A tensor that an op writes must not share
+    memory with another tensor of the op, unless the description of a parameter allows this.
     """
 
     def broadcast(
@@ -73,7 +73,7 @@ class Collectives(Reducing):
     ) -> Work[list[Given]]:
         """Gather every rank's tensor on every rank; the shape may differ from rank to rank.
 
-        :param outputs: the tensors to write: one per rank, of the shape of that rank's tensor.
+        :param outputs: the tensors to write, one per rank. Each has the shape of that rank's ``tensor``.
         :param tensor: this rank's tensor; may be ``outputs[rank]`` itself.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
@@ -109,7 +109,9 @@ class Collectives(Reducing):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[list[Given]]:
-        """Send ``inputs[r]`` to every rank ``r`` and receive ``outputs[r]`` from it; shapes may differ pair by pair.
+        """Send ``inputs[r]`` to each rank ``r``, and receive ``outputs[r]`` from rank ``r``.
+
+        The shapes may differ for each pair of ranks.
 
         :param outputs: the tensors to write, one per rank.
         :param inputs: one tensor per rank.
@@ -128,7 +130,9 @@ class Collectives(Reducing):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:
-        """Send the ``r``-th of ``size`` equal chunks to every rank ``r``, and receive that rank's chunk for this rank.
+        """Send chunk ``r`` of ``input`` to each rank ``r``, and receive one chunk from each rank, in rank order.
+
+        The chunks are the ``size`` equal parts of dimension 0.
 
         :param output: the tensor to write, of the shape of ``input``.
         :param input: a tensor whose dimension 0 is divisible by ``size``.

@@ -52,7 +52,7 @@ from aiocomms.transport import Transport
 class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked):
     """One rank's handle on a fixed, ordered group of ranks; made by :func:`aiocomms.new_comm`.
 
-    Each operation starts when it is called, and returns a :class:`~aiocomms.Work` at once. A communicator belongs to
+    A call starts an operation, and returns a :class:`~aiocomms.Work` at once. A communicator belongs to
     the event loop, thread and process that made it. The methods :meth:`abort`, :meth:`dump` and :meth:`statistics` may
     be called on any thread.
     """
@@ -102,7 +102,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         return f"<Communicator '{self.name}' rank {self.rank} of {self.size} on {self.device}{state}>"
 
     def _report(self, rendezvous: StoreRendezvous) -> None:
-        """Tell the launcher that this rank has formed this communicator, and later which rank it has lost."""
+        """Tell the launcher that this rank has formed this communicator, and later which other rank has died."""
         about = rendezvous.rank, rendezvous.size, rendezvous.base, rendezvous.epoch
 
         def lost(error: CommError) -> None:
@@ -157,22 +157,22 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     def _issue_in_current_lane(
         self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Work[Any]:
-        """Issue an op in the current lane of this task, if there is one and the op may run in a lane."""
+        """Issue an op: in the current lane of this task, if the task has one and the op may run in a lane."""
         lane = current(self._core) if _follows(op) else None
         return (self._issue_in_order if lane is None else lane._issue)(op, hints, timeout)
 
     def _posted(self, work: StartedWork[Any], look_after: Callable[[int], object], index: int) -> Work[Any]:
-        """Follow an op that a shortcut has posted and that is still pending."""
+        """Track an op that a shortcut has posted and that is still pending."""
         return self._core.follow(work, self._seconds, look_after, index)
 
     def lane(self, key: Key) -> Lane:
-        """Return a lane: its operations match only operations in the lane of the same key on the other ranks.
+        """Return a lane. Its operations match only operations in lanes with the same key on the other ranks.
 
-        The call sends and stores nothing. All lane objects of one key are views of the same lane, even if an earlier
-        one was deleted.
+        The call sends and stores nothing. All lane objects with one key are views of the same lane, even if the earlier
+        objects were deleted.
 
-        :param key: the lane's name on all ranks, such as the number of a request; a str, bytes and an int are never the
-            same key.
+        :param key: the lane's name on all ranks, such as the number of a request. Keys of different types (str, bytes,
+            int) are always different.
         :raises ArgumentTypeError: the key is no str, bytes or int.
         """
         return Lane(self, key)
@@ -180,7 +180,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     def _follow_lanes(self) -> None:
         """Check for a current lane at every call from now on.
 
-        A program that enters no lane does not pay for this check.
+        A program that enters no lane avoids the cost of this check.
         """
         self._issue = self._issue_in_current_lane  # type: ignore[method-assign]
         if self._shortcuts is not None:
@@ -192,9 +192,9 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         """Abort the communicator on every rank: all pending works of all ranks fail with :class:`CommAbortedError`.
 
         Any thread and any signal handler may call this. Once the call returns, no operation can start. Pending works
-        end on the loop's next turn. The first reason stays: later calls do nothing.
+        end on the loop's next turn. Later calls do nothing, so the first reason stays.
 
-        :param reason: the reason, which the peers get, too.
+        :param reason: the reason. The other ranks get it, too.
         """
         self._core.abort(as_reason(reason))
 
@@ -204,7 +204,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         Any number of tasks may wait. These tasks resume when the pending works have ended, or at once if the
         communicator is already lost.
 
-        :returns: the reason: the same error on every call, which the abort hooks also get.
+        :returns: the error that caused the loss. Every call and every abort hook gets the same error.
         :raises CommClosedError: this rank closed the communicator before it was lost.
         :raises RuntimeError: the caller is not on the communicator's thread.
         """
@@ -222,7 +222,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         Idempotent. Pending ops have up to 5 seconds to end. A cancelled close still releases all resources.
 
         :raises RuntimeError: the caller is not on the communicator's thread.
-        :raises CommError: a transport failed while it closed; everything else is released.
+        :raises CommError: a transport failed while it closed; all other resources are released.
         """
         self._core.demand_thread("aclose")
         try:
@@ -231,7 +231,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             await self._leave()
 
     async def _leave(self) -> None:
-        """Leave the live view and the rendezvous, which other communicators may share. A thread runs what may block."""
+        """Leave the live view and the rendezvous, which other communicators may use. Blocking calls run in a thread."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None and leaving.stopped.locked():
             await shielded(lambda: run_in_thread(leaving.finish, anyhow=True))
@@ -298,11 +298,12 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         :param name: the new communicator's name, the same on all members; None: this communicator's name with a number.
         :param timeout: the new communicator's timeout in seconds, also for its formation, as in
             :func:`aiocomms.new_comm`. The default is the timeout with which this communicator was formed.
-        :param hints: advice to the transports; it takes precedence over the hints of this communicator.
+        :param hints: advice to the transports, which takes precedence over the hints of this communicator.
         :returns: the new communicator, or None if ``ranks`` is empty.
         :raises ArgumentError: ``ranks`` is no list of distinct ranks or lacks this rank, or another argument is wrong.
             Nothing was sent.
-        :raises MismatchError: two ranks name different groups that have a rank in common, or members different names.
+        :raises MismatchError: two ranks pass different groups that have a rank in common, or two members of a group
+            pass different names.
         :raises StoreLostError: the store is lost, and the transport needs it; this communicator stays usable.
         :raises CommAbortedError: the split failed or was cancelled on another rank. This communicator is lost.
         """
@@ -371,16 +372,17 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     async def create_group(self, ranks: Sequence[int], name: str, *, timeout: OpTimeout = COMM_TIMEOUT) -> Communicator:
         """Form a communicator of some of the ranks; collective over these ranks only, like ``MPI_Comm_create_group``.
 
-        A call waits until all members call at the same time. A member that has given up a call may call again.
+        A call waits until calls of all members are pending at the same time. After a failed call, a member may call
+        again.
 
         :param ranks: the members, as in :meth:`split`.
         :param name: the name, the same on all members; it distinguishes groups that the members form at the same time.
         :param timeout: see :meth:`split`.
         :raises ArgumentError: an argument is wrong. Nothing was sent.
-        :raises CommAbortedError: this communicator is lost; or the other one was not formed, as in
+        :raises CommAbortedError: this communicator is lost; or the new communicator was not formed, for the reasons in
             :func:`aiocomms.new_comm`.
-        :raises CommError: the communicator was not formed, as in :func:`aiocomms.new_comm`; this communicator stays
-            usable.
+        :raises CommError: the new communicator was not formed, for the reasons in :func:`aiocomms.new_comm`; this
+            communicator stays usable.
         """
         self._core.demand("create_group")
         members = membership.members(ranks, self._core, "create_group", least=1)
@@ -403,7 +405,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         :param size: the new size. Remaining ranks keep their numbers, and newcomers (``new_comm(join=True)``) fill the
             gaps. None: the remaining ranks get new numbers in the old order.
         :raises RuntimeError: the caller is not on the communicator's thread.
-        :raises CommError: another task of this rank reconfigures this communicator. Nothing was sent.
+        :raises CommError: another task of this rank is already reconfiguring this communicator. Nothing was sent.
         :raises CommAbortedError: this rank is excluded: the other ranks go on without it.
         :raises CommTimeoutError: a rank or newcomer did not arrive in time.
         :raises StoreLostError: the store is lost, and the transport needs it.
@@ -428,14 +430,14 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     def statistics(self) -> Statistics:
         """Return the communicator's present and past activity as a plain record. Any thread may call this.
 
-        Running ops do no extra work for this record.
+        Ops do no extra work for this record.
         """
         return statistics_of(self._core, self.transports)
 
     def dump(self, folder: str | os.PathLike[str] | None = None) -> Path:
         """Write the flight recorder, with the last and the pending ops, to a file. Any thread may call this.
 
-        :param folder: the folder of the file; None: ``AIOCOMMS_RECORDER_DIR``, or else a folder of the user's own.
+        :param folder: the folder of the file; None: ``AIOCOMMS_RECORDER_DIR``, or else the user's default folder.
         :returns: the file's path.
         :raises CommError: the file cannot be written.
         """

@@ -22,7 +22,7 @@ class Expected:
     def __init__(self, in_flight: InFlight, of: str) -> None:
         """Begin without receives.
 
-        :param of: the owner of the receives, in words.
+        :param of: the name of the receives' owner, for reports.
         """
         self._of = of
         self._works: dict[int, tuple[StartedWork[Any], str]] = {}
@@ -33,7 +33,7 @@ class Expected:
     def note(self, tag: int, work: StartedWork[Any], what: str = "") -> None:
         """Record the last receive of a tag.
 
-        :param what: more words about the owner, for reports.
+        :param what: a further description of the owner, for reports.
         """
         self._works[tag] = work, what
 

@@ -125,7 +125,7 @@ async def _form(
 
 
 async def _counted(rendezvous: StoreRendezvous) -> Callable[[], None] | None:
-    """Count torch's threads. On one rank, return a call that warns of too many once all ranks have counted."""
+    """Count torch's threads. On one rank, return a function that warns if the host's ranks have too many threads."""
     store = rendezvous.store
     if store is None or not crowding.may_crowd(rendezvous.size):
         return None
@@ -142,7 +142,8 @@ def get_comm(group: Communicator | str | None = None) -> Communicator:
     """Return an open communicator.
 
     :param group: a communicator, which is returned unchanged; or a name; ``""`` or None for the default, ``"world"``.
-    :raises ArgumentError: no open communicator has the name, or several have it and this task opened none of them.
+    :raises ArgumentError: no open communicator has the name, or several communicators have the name and this task
+        opened none of them.
     :raises ArgumentTypeError: ``group`` is neither a communicator nor a name. For a process group of torch, the message
         says how to form a communicator over it.
     """

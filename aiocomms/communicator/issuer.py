@@ -35,7 +35,7 @@ class Inside(checks.CheckedComm, Protocol):
         """See :meth:`Transport.caller_stream`."""
 
     def lose(self, error: CommError) -> None:
-        """End the communicator as lost on all ranks: this rank cannot do its part of a collective that has begun."""
+        """Mark the communicator as lost on all ranks: this rank cannot do its part of a collective that has begun."""
 
     def demand_thread(self, what: str) -> None:
         """See :meth:`aiocomms.core.core.Core.demand_thread`."""
@@ -62,5 +62,5 @@ class Issuer(Handle, ABC):
     def _issue_in_order(
         self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Work[Any]:
-        """Issue an op outside every lane: the ranks match it by the order of their calls."""
+        """Issue an op outside all lanes. The ranks match such ops in the order of the calls."""
         return self._issue(op, hints, timeout)

@@ -1,7 +1,8 @@
 """The items of a stream: the conversion of an item to messages, and of messages to an item.
 
-An item is a header of fixed size and, if needed, more messages. A tensor is a header that describes it and one message
-of data. A mapping or a dataclass travels as an object does, see :mod:`aiocomms.communicator.parcels`.
+An item is a header of fixed size and, if needed, more messages. A tensor is sent as a header, which describes the
+tensor, and one message of data. A mapping or a dataclass is sent like an object, see
+:mod:`aiocomms.communicator.parcels`.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class Packed(NamedTuple):
     header: Tensor
     messages: list[Tensor]
     nbytes: int
-    """The number of bytes of the other end's room that the item takes."""
+    """The number of bytes that the item needs at the other end."""
     prepare: Callable[[], Packed] | None
-    """The blocking call that makes the messages ready, for a thread; None: they are ready."""
+    """The blocking function that prepares the messages, for a call in a thread; None: the messages are ready."""
 
 
 class Kind(ABC, Generic[T]):
@@ -57,7 +58,7 @@ class Kind(ABC, Generic[T]):
     def __init__(self, items: type[T], text: str) -> None:
         self.items = items
         self.text = text
-        """The type in words, for people; both ends must agree on it."""
+        """The type as readable text, which must be equal at both ends."""
 
     @property
     def digest(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Lanes: views of a communicator whose operations match operations of the same key on the other ranks."""
+"""Lanes: views of a communicator whose operations match only operations with the same key on the other ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from aiocomms.communicator.communicator import Communicator
 
 LONGEST = 60
-"""The number of characters of a key that errors and records show unchanged."""
+"""The most characters of a key that errors and records show unchanged."""
 
 
 class _Current(NamedTuple):
@@ -53,14 +53,14 @@ def current(core: Core) -> Lane | None:
 class Lane(PointToPoint, Collectives, Objects):
     """A view of a communicator, for example for one request; made by :meth:`Communicator.lane`.
 
-    Operations of a lane match only operations in the lane of the same key on the other ranks. Within a lane all ranks
-    call the same collectives in the same order, and these run one after the other. Lanes of different keys never wait
-    for each other, in any order of the calls. A failure that loses the communicator, such as a missed deadline or ranks
-    that disagree, loses all its lanes.
+    Operations of a lane match only operations in lanes with the same key on the other ranks. Within a lane all ranks
+    must call the same collectives in the same order. The lane's collectives run one after the other. Lanes with
+    different keys never wait for each other, even if ranks call their operations in different orders. After a failure
+    that loses the communicator, such as a missed deadline or a mismatch, all its lanes are lost.
 
     ``with comm.lane(key):`` makes the lane current in this task, and in the tasks and threads that are started within
-    the block. Within the block, ``comm.all_reduce(x)`` runs in the lane, and so do all collectives, messages and
-    objects of the communicator. An exception that leaves the block aborts the lane on all ranks, see :meth:`abort`.
+    the block. Within the block, all collectives, messages and objects of the communicator run in the lane, such as
+    ``comm.all_reduce(x)``. An exception that leaves the block aborts the lane on all ranks, see :meth:`abort`.
     Without the abort, the other ranks might wait for operations that this rank will never call.
     """
 
@@ -113,17 +113,17 @@ class Lane(PointToPoint, Collectives, Objects):
 
     @property
     def closed(self) -> bool:
-        """True once this view was closed on this rank; another view of the same key may be open."""
+        """True once this view was closed on this rank. Other views with the same key may still be open."""
         return self._closed
 
     def abort(self, reason: str | BaseException) -> None:
         """Abort the lane on every rank: its pending operations fail with :class:`LaneAbortedError`.
 
-        Every later operation with the same key fails, too, on all views: use another key. The communicator and its
-        other lanes go on. A pending operation ends when the transport no longer uses its tensors. Any thread may call
-        this. The first reason stays. The call does nothing if the communicator is lost or closed.
+        Every later operation with the same key fails, too, on all views, so use another key. The communicator and its
+        other lanes stay usable. A pending operation ends when the transport no longer uses its tensors. Any thread may
+        call this. A later call does not change the reason. The call does nothing if the communicator is lost or closed.
 
-        :param reason: the reason, which the other ranks get, too.
+        :param reason: the reason. The other ranks get it, too.
         """
         core, why = self._core, as_reason(reason)
         if get_ident() == core.thread:
@@ -170,7 +170,7 @@ class Lane(PointToPoint, Collectives, Objects):
             self.abort(error)  # The other ranks may wait for ops that this rank will never call.
 
     def _names(self) -> tuple[int, str]:
-        """Return the lane's number, and its key in words."""
+        """Return the lane's number, and its key as text."""
         if self._known is not None:
             return self._known
         plain = isinstance(self.key, str) and self.key.isprintable() and len(self.key) <= LONGEST
@@ -203,7 +203,7 @@ class Lane(PointToPoint, Collectives, Objects):
         return core.start(work, seconds, words)
 
     def _posted(self, work: LaneWork[Any], look_after: Callable[[int], object], index: int) -> Work[Any]:
-        """Follow a posted op as :meth:`Communicator._posted` does. A message has passed :meth:`_adopted` before."""
+        """Track a posted op, as :meth:`Communicator._posted` does. For a message, call :meth:`_adopted` first."""
         return self._core.follow(work, self._seconds, look_after, index)
 
     def _adopted(self, work: LaneWork[Any], part: RunPart) -> None:

@@ -98,7 +98,7 @@ class GatherObject(_ObjectCollective, frozen=True, eq=False):
 
 
 class ScatterObject(_ObjectCollective, frozen=True, eq=False):
-    """Every rank gets the object that the root gives for it."""
+    """Every rank ``r`` gets the root's object number ``r``."""
 
     name = kind = "scatter_object"
 
@@ -108,7 +108,7 @@ def _arrival(header: Tensor) -> ArrivingObject:
 
 
 def _opened(arrival: ArrivingObject, op: RecvObject | _ObjectCollective) -> Any:
-    """Decode an object after the last message."""
+    """Decode an object after its last message has arrived."""
     try:
         return arrival.open(pickle=op.pickle)
     except ProtocolError as error:
@@ -234,14 +234,14 @@ class Objects(Issuer):
     """The methods that send Python objects.
 
     An object may hold None, bool, int (64 bits), float, str, bytes, list, tuple, dict, and torch's Tensor, dtype,
-    device and Size. The encoding takes at most :data:`aiocomms.ops.codec.MAX_OBJECT_BYTES` bytes, tensors included. As
-    with ``send``, tensors must not be changed until the work is done. Everything else in the object may be changed as
+    device and Size. The encoding, with the tensors, has at most :data:`aiocomms.ops.codec.MAX_OBJECT_BYTES` bytes.
+    Tensors in the object must not be changed until the work is done. All other values in the object may be changed as
     soon as the call returns. Large tensors and bytes are sent from their own memory, and received into the memory of
     the result. A tensor on a GPU arrives on the device of the receiver's communicator if that is a GPU. Any other
     tensor arrives on the CPU.
 
-    With ``pickle=True`` the object may be any object that pickles. Every rank concerned must pass ``pickle=True``,
-    because unpickling runs code that the sender chose.
+    With ``pickle=True`` the object may be any object that ``pickle`` accepts. The sender and all receivers must pass
+    ``pickle=True``, because unpickling runs code that the sender chooses.
     """
 
     def send_object(
@@ -283,8 +283,8 @@ class Objects(Issuer):
         :param tag: the tag of the ``send_object`` that the receive matches: a 32-bit signed integer.
         :param pickle: whether to expect a pickle, and load it.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout. A
-            receive that is unmatched at its deadline fails alone, and the communicator stays usable.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout. If
+            no message has arrived at the deadline, only the receive fails, and the communicator stays usable.
         :returns: the work; its result is the object.
         :raises ArgumentError: an argument is wrong.
         :raises ProtocolError: the work raises this error if the bytes encode no object, or only one end uses pickle.

@@ -36,17 +36,17 @@ class Streams(Issuer):
     async def open_stream(
         self, peer: int, capacity: int = 8, name: str = "", *, items: Any = Tensor, capacity_bytes: int | None = None
     ) -> ItemStream[Any]:
-        """Open a stream to another rank, which opens one to this rank with the same name and items.
+        """Open a stream to another rank, which must open a stream to this rank with the same name and item type.
 
         :param peer: the other rank.
-        :param capacity: the number of items that this end can hold before its program takes them: 1 to 2**20.
+        :param capacity: the number of items, 1 to 2**20, that this end can hold until its program receives them.
         :param name: distinguishes streams between the same two ranks. Streams of the same name are paired in the order
             in which they are opened. The name has at most 100 bytes in UTF-8.
         :param items: the type of the items: ``torch.Tensor``, of any shape and dtype; a dataclass; or ``dict``, such as
-            ``dict[str, Tensor]``. The values in a dict or a dataclass may be any that ``send_object`` can send without
+            ``dict[str, Tensor]``. A dict or a dataclass may hold all values that ``send_object`` can send without
             pickle.
-        :param capacity_bytes: the number of bytes that this end can hold, at least 1. A larger item is held alone.
-            None: any number.
+        :param capacity_bytes: the number of bytes that this end can hold, at least 1. An end without other items also
+            accepts one larger item. None: any number of bytes.
         :returns: a duplex :class:`anyio.abc.ObjectStream` of such items; for tensors a :class:`TensorStream`.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises ProtocolError: the other rank opened the stream for other items.

@@ -1,7 +1,7 @@
-"""The functions that open a communicator: through a launcher or a store, alone, or over a process group.
+"""The functions that open a communicator: through a launcher, a store or a process group, or with one rank.
 
-A program may first use this module while its loop runs. So the module loads only what the checks of arguments need. A
-thread loads the rest when the communicator is awaited.
+A program may first use this module while its event loop runs. So the module imports only modules that the checks of
+arguments need. When the program awaits the communicator, a thread imports the other modules.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Opened = TypeVar("_Opened", bound=AbstractAsyncContextManager[Any])
 
 
 class Opening(ABC, Generic[_Opened]):
-    """An object that opens another one: ``await`` it, or use it in ``async with``."""
+    """The result of a call such as ``new_comm()``: ``await`` and ``async with`` open a communicator or endpoint."""
 
     _example: str
     """The example in the error about a forgotten ``await``."""
@@ -64,33 +64,33 @@ class new_comm(Opening["Communicator"]):  # noqa: N801 - The class is called lik
     """Form a communicator with the other ranks; collective.
 
     Await the call to get a :class:`~aiocomms.communicator.communicator.Communicator`, or write
-    ``async with new_comm(...) as comm:``. The block closes the communicator at its end, and aborts it on all ranks if
-    the body raises.
+    ``async with new_comm(...) as comm:``. The block closes the communicator at its end. If the body raises, the
+    communicator is first aborted on all ranks.
 
     :param transport: a transport's name; ``"auto"`` for the best available one; or a mapping from families to
         transports' names. The families are ``"collectives"``, ``"p2p"`` and ``"rma"``.
     :param device: the device of all tensors.
-    :param store: the store at which the ranks meet; pass ``rank`` and ``size`` with it. The communicator keeps the
-        store until it is closed, for splits and recovery. Without ``store``, ``rank`` and ``size``, the environment of
-        the launcher decides (torchrun, Open MPI, MPICH, Slurm). Without a launcher the communicator has one rank.
+    :param store: the store where the ranks meet; also pass ``rank`` and ``size``. The communicator uses the store for
+        splits and recovery until the communicator is closed. Without ``store``, ``rank`` and ``size``, these values
+        come from the launcher's environment variables (torchrun, Open MPI, MPICH, Slurm). Without a launcher the
+        communicator has one rank.
     :param rank: this rank.
     :param size: the number of ranks.
-    :param name: the communicator's name, the same on all ranks; it distinguishes communicators that share a store.
+    :param name: the communicator's name, the same on all ranks. The name distinguishes communicators that share a
+        store.
     :param timeout: the deadline of the formation in seconds, and afterwards the default deadline of ops. None: ops have
         no deadline, and the formation has 600 s.
-    :param hints: advice to the transports, by name. The hint ``"heartbeat"`` is the number of seconds without a sign of
-        life after which a rank counts as dead; 0: never. Its default is ``AIOCOMMS_HEARTBEAT``, or else 5.
-    :param join: whether to join an existing communicator, in the place of a lost rank or as an additional one. The
+    :param hints: advice to the transports, by name. The hint ``"heartbeat"`` is the number of seconds without a
+        heartbeat after which a rank counts as dead; 0: never. Its default is ``AIOCOMMS_HEARTBEAT``, or else 5.
+    :param join: whether to join an existing communicator as a replacement of a lost rank, or as an additional rank. The
         other ranks call :meth:`~aiocomms.communicator.communicator.Communicator.reconfigure` with this ``size``. None:
-        join if the launcher has restarted this rank while the others go on, as ``aiocomms run --restart on-failure``
-        does.
+        join if the launcher has restarted only this rank, as ``aiocomms run --restart on-failure`` does.
     :raises ArgumentError: an argument is wrong, or the environment is incomplete; one error lists all problems.
-    :raises UnsupportedOperation: the transport is not available; the message gives the reason and names the others.
-    :raises CommTimeoutError: a rank did not arrive in time; the message names it.
-    :raises CommAbortedError: another rank could not form its part, was cancelled, or failed before it arrived; the
-        message names it.
+    :raises UnsupportedOperation: the transport is not available; the message gives the reason, and lists the others.
+    :raises CommTimeoutError: a rank did not arrive in time; the message names the rank.
+    :raises CommAbortedError: another rank failed or was cancelled during the formation; the message names the rank.
     :raises StoreLostError: the store cannot be reached.
-    :raises AuthError: a rank has a different token; the message names it.
+    :raises AuthError: a rank has a different token; the message names the rank.
     """
 
     _example = "comm = await new_comm(...)"
@@ -142,8 +142,8 @@ async def from_process_group(
 ) -> Communicator:
     """Form a communicator over an existing ``torch.distributed`` process group; collective.
 
-    The group still belongs to its owner: the communicator neither closes nor aborts it, and other code may still use
-    it.
+    The process group still belongs to the program. The communicator neither closes nor aborts the group, and other code
+    may use the group afterwards.
 
     :param pg: the process group, over which the ranks meet. Until this call returns, no other code may use the group,
         not even a second call of this function.

@@ -23,12 +23,12 @@ Given = TypeVar("Given", bound=TensorLike)
 class PointToPoint(Issuer):
     """The methods ``send``, ``recv``, ``recv_any``, ``recv_message``, ``probe`` and ``batch``.
 
-    Messages are matched by source, destination and tag. Messages that match the same receives arrive in the order in
-    which they were sent. A send may complete before or after its receive is posted; programs must not rely on either. A
-    send to this rank itself never completes before its receive is posted.
+    Messages are matched by source, destination and tag. Messages that match the same receives arrive in the order of
+    the sends. A send may complete before or after the matching receive is posted; programs must not rely on either
+    order. A send to this rank itself never completes before the matching receive is posted.
 
-    A receive that names one source has priority over receives that name none or several, in any order of the calls.
-    Receives that name none or several take messages in the order of the calls, and from each source in turn.
+    A receive from one rank has priority over receives from any or several ranks, whichever was called first. Receives
+    from any or several ranks take messages in the order of the calls, and from each source in turn.
     """
 
     def send(
@@ -67,8 +67,8 @@ class PointToPoint(Issuer):
         :param src: the sending rank.
         :param tag: the tag of the messages that the receive matches: a 32-bit signed integer.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout. A
-            receive that is unmatched at its deadline fails alone, and the communicator stays usable.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout. If
+            no message has arrived at the deadline, only the receive fails, and the communicator stays usable.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -112,10 +112,10 @@ class PointToPoint(Issuer):
 
         :param src: see :meth:`recv_any`.
         :param tag: the tag of the messages that the receive matches: a 32-bit signed integer.
-        :param into: a function that returns the tensor to receive the message into. The loop calls it when the message
-            has arrived; no other receive of this loop can take this message. None: the message goes into a new flat
-            tensor on the communicator's device. If the function raises or returns no fitting tensor, the work fails,
-            and the message stays for the next receive.
+        :param into: a function that returns the tensor to receive the message into. The loop calls the function when
+            the message has arrived. No other receive of this loop can take this message. If the function raises or
+            returns no fitting tensor, the work fails, and the next receive gets the message. None: the message goes
+            into a new flat tensor on the communicator's device.
         :param hints: advice to the transport.
         :param timeout: see :meth:`recv`.
         :returns: the work; its result is the sender's rank and the tensor.
@@ -134,7 +134,7 @@ class PointToPoint(Issuer):
     ) -> Work[Message]:
         """Wait until a matching message has arrived, and leave the message to a receive.
 
-        Another receive may take the message before the program resumes. :meth:`recv_message` has no such gap.
+        Another receive may take the message before the program resumes. :meth:`recv_message` has no such race.
 
         :param src: see :meth:`recv_any`.
         :param tag: the tag of the messages that the probe matches: a 32-bit signed integer.
@@ -178,12 +178,13 @@ class Batch(Handle):
     def issue(self, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[list[Any]]:
         """Start all sends and receives of the batch, which is empty afterwards.
 
-        If a part fails, unmatched receives are withdrawn, and the work fails when all other parts have ended.
+        If one message fails, unmatched receives are withdrawn. The work fails when all other messages have ended.
 
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: one work for the whole batch; its result is the list of the tensors, in the order added.
-        :raises ArgumentError: the batch is empty, or two parts share memory that one of them writes; nothing was sent.
+        :raises ArgumentError: the batch is empty, or two messages share memory and one of them writes this memory;
+            nothing was sent.
         """
         if not self._parts:
             raise ArgumentError("the batch is empty, wanted at least one send or recv", op="batch")

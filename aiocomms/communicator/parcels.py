@@ -1,7 +1,8 @@
-"""The messages of an object: a header of fixed size, the encoding, and a message for each value left out of it.
+"""The messages of an object: a header of fixed size, the encoding, and one message for each large value.
 
-A small encoding stands in the header itself. The encoding describes large tensors, bytes and strings, but leaves out
-their data. This data is sent from the memory of the values and received into new memory; see :mod:`aiocomms.ops.apart`.
+If the encoding is small, the header contains it. The encoding describes large tensors, bytes and strings, but does not
+contain their data. This data is sent from the memory of the values, and received into new memory; see
+:mod:`aiocomms.ops.apart`.
 """
 
 from __future__ import annotations
@@ -80,14 +81,14 @@ class Parcel:
         self._items = []
 
     def released(self) -> Steps:
-        """Yield the steps that free the copies, if there are any, once everything has been sent."""
+        """Yield the steps that free the copies, if there are any, after all messages have been sent."""
         if self._copied:
             yield [Offload(int)]  # One turn of the loop later no caller holds the last message.
             yield [Offload(self.let_go)]
 
 
 class ArrivingObject:
-    """An object that arrives: its parsed header, memory for its encoding, then memory for the values sent separately.
+    """An object that this rank receives: its parsed header, and memory for its encoding and its large values.
 
     :raises ProtocolError: the header is invalid.
     """
@@ -113,7 +114,9 @@ class ArrivingObject:
         self._value: Any = None
 
     def unpack(self) -> list[Tensor]:
-        """Decode the object, and return memory for the values that are sent separately. Receive :attr:`body` first.
+        """Decode the object, and return memory for the values that are sent separately.
+
+        Receive :attr:`body` before this call.
 
         The call does not decode a pickle.
 
@@ -127,16 +130,16 @@ class ArrivingObject:
 
     @property
     def settle(self) -> Callable[[], None] | None:
-        """The blocking call to make when everything has arrived; None: no call is needed."""
+        """The blocking function to call when all messages have arrived; None: no call is needed."""
         return self._landing.settle if self._landing.unsettled else None
 
     def settled(self) -> Steps:
-        """Yield the step that makes the call :attr:`settle`, if there is one."""
+        """Yield the step that calls :attr:`settle`, if a call is needed."""
         if self.settle is not None:
             yield [Offload(self.settle)]
 
     def open(self, *, pickle: bool) -> Any:
-        """Return the object. First call :meth:`unpack`, and receive the values that are sent separately.
+        """Return the object. Before this call, call :meth:`unpack`, and receive the values that are sent separately.
 
         :raises ProtocolError: one end uses pickle and the other does not, or the object cannot be unpickled.
         """

@@ -76,7 +76,7 @@ class Reducing(Issuer):
     ) -> Work[Given]:
         """Reduce in place the tensors of ranks 0 to this rank, inclusive, as MPI's ``Scan`` does.
 
-        A rank need not wait for higher ranks, but does so on some transports.
+        On some transports a rank also waits for higher ranks.
 
         :param tensor: the tensor to reduce, of the same shape and dtype on all ranks.
         :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
@@ -100,10 +100,10 @@ class Reducing(Issuer):
     ) -> Work[Given]:
         """Reduce in place the tensors of all lower ranks, as MPI's ``Exscan`` does.
 
-        Rank 0 gets the operator's neutral element, where MPI leaves the result undefined: zeros for SUM, PREMUL_SUM,
-        BOR and BXOR; ones for PRODUCT; every bit for BAND. For MIN and MAX, rank 0 gets the largest and the smallest
-        value of the dtype, which are the infinities for floating point. AVG has no neutral element, and rank 0 gets
-        NaN.
+        On rank 0 the result is the operator's neutral element. (In MPI the result is undefined.) The neutral element is
+        0 for SUM, PREMUL_SUM, BOR and BXOR, 1 for PRODUCT, and all bits set for BAND. For MIN it is the dtype's largest
+        value (floating point: infinity), and for MAX the smallest value (-infinity). AVG has no neutral element, so
+        rank 0 gets NaN.
 
         :param tensor: the tensor to reduce, of the same shape and dtype on all ranks.
         :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
@@ -126,7 +126,7 @@ class Reducing(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:
-        """Reduce every rank's list of tensors, and give rank ``r`` the ``r``-th result. All tensors are of equal shape.
+        """Reduce every rank's list of tensors, and give rank ``r`` the result number ``r``. All shapes are equal.
 
         :param output: the tensor to write: this rank's result. It may be ``inputs[rank]`` itself.
         :param inputs: one tensor per rank.
@@ -150,7 +150,7 @@ class Reducing(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:
-        """Reduce and scatter as :meth:`reduce_scatter` does; the shape may differ from rank to rank.
+        """Reduce and scatter as :meth:`reduce_scatter` does; the tensors in a list may have different shapes.
 
         :param output: the tensor to write: this rank's result. It may be ``inputs[rank]`` itself.
         :param inputs: one tensor per rank, of the shape of that rank's output.
@@ -191,7 +191,7 @@ class Reducing(Issuer):
 
 
 def _operator(comm: Issuer, name: str, op: object) -> ReduceOp:
-    """Parse the operator that a caller gave the method ``name`` in another form than a :class:`ReduceOp`."""
+    """Parse the operator that a caller passed to the method ``name``, and that is no :class:`ReduceOp`."""
     try:
         return ReduceOp.parse(op)
     except ArgumentError as error:

@@ -37,7 +37,7 @@ class OneSided(Issuer):
         :raises ArgumentError: the tensor cannot be opened; nothing was sent.
         :raises MismatchError: the ranks' dtypes differ; the communicator stays usable.
         :raises CommAbortedError: the call was cancelled on another rank. A cancelled call loses the communicator,
-            because the other ranks may have the window, and would wait for its close.
+            because the other ranks may already have the window, and would wait for its close.
         :raises UnsupportedOperation: no transport of this communicator has RMA.
         """
         return await self._begin_window(tensor, timeout)
@@ -88,7 +88,7 @@ class OneSided(Issuer):
 
     @contextlib.contextmanager
     def _all_or_none(self, works: Sequence[Work[Any]]) -> Iterator[None]:
-        """Lose the communicator if the opening fails or is cancelled: other ranks may have the window, and wait."""
+        """Lose the communicator if the opening fails or is cancelled, because other ranks may have the window."""
         try:
             yield
         except BaseException as error:
@@ -113,10 +113,9 @@ class Window(Handle):
     source may be reused. The data of a ``put`` has arrived when a later ``flush`` is done, or when the peer gets a
     later ``signal``.
 
-    ``async with`` closes the window. If the body raises, the exit starts the close without awaiting it, and raises the
-    error at once. An awaited close could wait for ever: the bodies of the other ranks may wait for ops that this rank
-    will never call, and those ranks close the window only after their bodies. The window is closed once every rank has
-    closed it.
+    ``async with`` closes the window. If the body raises, the exit only starts the close, and raises the error at once.
+    An awaited close could wait forever. The bodies of the other ranks may wait for ops that this rank will never call,
+    and those ranks close the window only after their bodies. The window is closed when every rank has closed it.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_shortcuts")
@@ -320,7 +319,9 @@ class Window(Handle):
     def signal(
         self, dst: int, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Work[None]:
-        """Signal to a rank that all earlier puts of this rank to it have arrived; that rank calls :meth:`wait_signal`.
+        """Signal to rank ``dst`` that all earlier puts of this rank to ``dst`` have arrived.
+
+        Rank ``dst`` waits for the signal by :meth:`wait_signal`.
 
         :param dst: the rank that gets the signal; may be this rank.
         :param hints: advice to the transport.
@@ -333,12 +334,12 @@ class Window(Handle):
     def wait_signal(
         self, src: int, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Work[None]:
-        """Wait for one signal of a rank, and consume it. Signals are counted until they are waited for.
+        """Wait for one signal of a rank, and consume the signal. Signals that are not yet consumed are counted.
 
         :param src: the rank that signals; may be this rank.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout. A
-            wait that gets no signal before its deadline fails alone, and the communicator stays usable.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout. If
+            no signal has arrived at the deadline, only this op fails, and the communicator stays usable.
         :returns: the work; its result is None.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -371,11 +372,11 @@ class Window(Handle):
         return self._comm._issue(ops.MapRemoteTensor(self._info, rank), hints, timeout)
 
     def mapped(self, rank: int) -> bool:
-        """Return whether a rank's part is memory of this process, too, so that :meth:`map_remote_tensor` returns it.
+        """Return whether a rank's part is also mapped in this process, so that :meth:`map_remote_tensor` returns it.
 
-        The answer is fixed when the window is opened. On the CPU, this process reads and writes a mapped part directly,
-        as in a window of ``MPI_Win_allocate_shared``. On a GPU, the GPU copies the data. Access to other parts takes
-        messages, or the network's RMA.
+        The answer does not change after the window is opened. On the CPU, this process reads and writes a mapped part
+        directly, as in a window of ``MPI_Win_allocate_shared``. On a GPU, the GPU copies the data. Access to other
+        parts uses messages, or the network's RMA.
 
         :param rank: the rank whose part is asked about; may be this rank.
         :raises ArgumentError: ``rank`` is no rank of this communicator.
@@ -391,8 +392,8 @@ class Window(Handle):
     async def aclose(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
         """Close the window once all ranks' operations on it have ended. Collective. Idempotent.
 
-        Waits for signals that have not arrived are withdrawn, and raise :class:`CommClosedError`. A later call waits
-        for the end of the first one's close.
+        A pending :meth:`wait_signal` is withdrawn, and raises :class:`CommClosedError`. A later call of this method
+        waits for the end of the first call.
 
         :param timeout: the deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :raises ArgumentError: ``timeout`` is not valid; the window stays open.

@@ -2,9 +2,9 @@
 
 Each end announces the tag under which it receives, and its capacity in messages and bytes. The capacity is the other
 end's initial credit. :mod:`aiocomms.communicator.items` defines the messages of an item. The receiving end receives
-messages ahead of the program, so that the next item is there when the program wants it. The receiving end returns the
-credits of each item that the program has taken. No task runs for a stream: the completion of one message's receive
-posts the next receive.
+messages before the program calls ``receive``, so that the next item is already there. When the program has received an
+item, the receiving end returns the item's credit. No task runs for a stream: when the receive of one message completes,
+the next receive is posted.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ItemStream(Handle, ObjectStream[T]):
     # -------------------------------------------------------------------------------------------- for the program
 
     async def send(self, item: T) -> None:
-        """Send an item: wait for room at the other end, and return when the send is done and the item may be changed.
+        """Send an item: wait for free capacity at the other end, and return when the item may be changed.
 
         :param item: an item of the stream's type. A tensor is contiguous, on the communicator's device, and has any
             dtype and at most 14 dimensions. Mappings and dataclasses may hold the same values as objects do, at most 64
@@ -162,7 +162,7 @@ class ItemStream(Handle, ObjectStream[T]):
         return self._counts.statistics()
 
     async def __anext__(self) -> T:
-        """Receive the next item. With anyio's own method reports would name a line of anyio, not of the program."""
+        """Receive the next item. This method replaces anyio's method, so that reports name a line of the program."""
         try:
             return await self.receive()
         except anyio.EndOfStream:
@@ -229,7 +229,7 @@ class ItemStream(Handle, ObjectStream[T]):
             self._go_on(self._kind.arriving(header, self._comm.device))
 
     def _go_on(self, steps: Arriving) -> None:
-        """Run the next step of an item that arrives."""
+        """Run the next step in the receipt of an item."""
         try:
             step = next(steps)
         except StopIteration as end:
@@ -273,7 +273,7 @@ class ItemStream(Handle, ObjectStream[T]):
     # --------------------------------------------------------------------------------------------------- credits
 
     def _return_credits(self) -> None:
-        """Return the credits that are owed, in one message at a time. A closed end instead says that it is closed."""
+        """Return credits to the other end, one message at a time. A closed end instead reports that it is closed."""
         if self._returning or not self._is_open or not self._usable() or not (self._owed or self._closed):
             return
         owed, self._owed, nbytes, self._owed_bytes = self._owed, 0, self._owed_bytes, 0
@@ -314,11 +314,11 @@ class ItemStream(Handle, ObjectStream[T]):
     # --------------------------------------------------------------------------------------------------- sending
 
     def _has_room(self, nbytes: int) -> bool:
-        """Return whether the other end has room for an item. An item larger than that end's room needs an empty end."""
+        """Return whether the other end can accept an item. If that end is empty, it accepts an item of any size."""
         return self._credits > 0 and (not self._room or not self._held or self._held + nbytes <= self._room)
 
     async def _wait_for_room(self, nbytes: int) -> None:
-        """Wait for room in the order of the calls, so that small items never overtake a large one."""
+        """Wait for free capacity in the order of the calls, so that small items never overtake a large item."""
         place = object()
         self._line.append(place)
         self._sending.begin()
@@ -387,7 +387,7 @@ class ItemStream(Handle, ObjectStream[T]):
             raise failure.about()
 
     def _send_failed(self, work: Work[Any]) -> bool:
-        """Return whether a send failed, and note the failure: this end then sends nothing more.
+        """Return whether a send failed, and record the failure. After a failure this end sends nothing more.
 
         Received items stay valid: the other end may have sent its last tensor and closed its communicator.
         """
@@ -409,14 +409,14 @@ class ItemStream(Handle, ObjectStream[T]):
         self._notify()
 
     def _break_at(self, error: Exception) -> None:
-        """Break off as :meth:`_break` does, with an error that names the rank and the stream."""
+        """End the stream as :meth:`_break` does, with an error that names the rank and the stream."""
         text = error.message if isinstance(error, ProtocolError) else f"{type(error).__name__}: {error}"
         self._break(ProtocolError(f"rank {self.peer}, on stream {self.name!r}: {text}", peer=self.peer))
 
     def _break(self, error: ProtocolError) -> None:
-        """Break off after an invalid message, and tell the other end, which has no deadline.
+        """End the stream after an invalid message, and tell the other end, which has no deadline.
 
-        Before the stream is open, only the loss of the communicator tells the other end.
+        Before the stream is open, the communicator is lost, because there is no other way to tell the other end.
         """
         if not self._is_open:
             self._comm._core.lose(error.about(op="open_stream", rank=self._comm.rank))
@@ -425,7 +425,7 @@ class ItemStream(Handle, ObjectStream[T]):
         self._fail(error)
 
     def _broken_off(self) -> None:
-        """Record that the other end has broken off, and fail the messages that it never takes."""
+        """Record that the other end has ended the stream by an error, and fail the messages that it never receives."""
         error = CommAbortedError(f"rank {self.peer} ended stream {self.name!r} early: see its error", peer=self.peer)
         for work in list(self._under_way):
             work.abandon(error)

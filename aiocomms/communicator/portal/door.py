@@ -1,4 +1,4 @@
-"""The door through which other threads reach the loop of a communicator or an endpoint: a queue of calls."""
+"""The *door*: the queue of calls from other threads to the event loop of a communicator or an endpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DoorOwner(Protocol):
     name: str
     driver: LoopDriver
     thread: int
-    """The thread of its loop."""
+    """The thread of the owner's event loop."""
 
     @property
     def marks(self) -> CallerMarks | None:
@@ -34,7 +34,7 @@ class DoorOwner(Protocol):
 
     @property
     def refusing(self) -> bool:
-        """True once the owner is lost or closed; a waiting thread then checks its own call at once."""
+        """True once the owner is lost or closed. Before a thread waits, it then checks whether its call can end."""
 
     @property
     def closed(self) -> bool:
@@ -47,11 +47,11 @@ class DoorOwner(Protocol):
         """See :attr:`aiocomms.progress.work.Owner.worded`."""
 
     def lose(self, error: CommError) -> None:
-        """End the communicator or the connections, because the door has failed."""
+        """Mark the communicator or the connections as lost, because the door has failed."""
 
 
 class _LoopBell:
-    """The waker in a simulation, whose loop waits for no descriptor: the waker makes the loop call a function."""
+    """The waker in a simulation. A simulated loop waits for no descriptor, so the waker makes it call a function."""
 
     def __init__(self, driver: LoopDriver, call: Callable[[], object]) -> None:
         self._driver, self._call = driver, call
@@ -114,7 +114,7 @@ class Door:
     def elsewhere(self, what: str) -> None:
         """Refuse a blocking call on the loop's own thread.
 
-        A child that was forked on that thread has no loop, and its call gets the error of a closed communicator.
+        In a forked child this check does not apply, and the call gets the error of a closed communicator.
 
         :raises RuntimeError: the caller is on the loop's own thread.
         """
@@ -125,13 +125,13 @@ class Door:
             )
 
     def nobody(self) -> CommError | None:
-        """Wake the loop in case a wake-up was lost; return the error if the loop makes no more calls, else None."""
+        """Wake the loop again, in case a wake-up was lost. Return the error if the loop makes no more calls, or None."""
         if os.getpid() != self._process:
             return self.refusal()
         return None if self.core.driver.call_threadsafe(self.progress) else self.refusal()
 
     def refusal(self) -> CommError:
-        """Return the error of a call that comes too late."""
+        """Return the error of a call that was made after the owner's loss or close, or after the loop's end."""
         error = self.core.refusal() or CommClosedError("the event loop of the communicator has ended")
         return self.core.worded(error.about(comm=self.core.name, rank=self.core.rank))
 
@@ -171,7 +171,7 @@ class Door:
         self.core.lose(error)
 
     def disown(self) -> None:
-        """Disown the door in a forked child. A thread that the child lacks may hold the waker's lock for ever."""
+        """Disown the door in a forked child. A thread that the child lacks may hold the waker's lock forever."""
         self.closed = True
 
     def close(self) -> None:

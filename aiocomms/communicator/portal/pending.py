@@ -1,4 +1,4 @@
-"""The base class of everything for which a thread waits through a portal, and the bell that wakes the thread."""
+"""The base class of all objects for which a thread waits through a portal, and the *bells* that wake the thread."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.handles import Handle
 
 LOOK = 1.0
-"""The seconds after which a waiting thread checks whether a bell can still ring."""
+"""The seconds after which a waiting thread checks whether the loop can still wake it."""
 
 _ending: list[int] = []
-"""The identifiers of the threads that end the interpreter: empty while it runs."""
+"""The identifiers of the threads that are ending the interpreter; empty while the interpreter runs."""
 
 
 def stand_still() -> None:
-    """Keep all other waiting threads blocked while this thread ends the interpreter: they are daemon threads."""
+    """Keep all other waiting threads, which are daemon threads, blocked while this thread ends the interpreter."""
     _ending.append(get_ident())
 
 
@@ -29,11 +29,11 @@ class EndBell(Protocol):
     """A bell that tells a thread or a callback that a :class:`Pending` object has ended."""
 
     def release(self) -> object:
-        """Ring the bell; called once."""
+        """Ring the bell. The owner calls this once."""
 
 
 class _Callback:
-    """A bell that rings by a call."""
+    """A bell that calls a function."""
 
     __slots__ = ("_call", "_report", "waits")
 
@@ -41,7 +41,7 @@ class _Callback:
         self._call, self._report, self.waits = call, report, waits
 
     def release(self) -> None:
-        """See :class:`EndBell`. An exception of the call is reported: the thread that ends the object must go on."""
+        """See :class:`EndBell`. An exception of the function is only reported, so that the calling thread continues."""
         try:
             self._call()
         except Exception as error:
@@ -83,10 +83,10 @@ class Pending(Handle):
         return self._over
 
     def add_done_callback(self, call: Callable[[], object]) -> None:
-        """Call ``call()`` once when the object ends, on the thread that ends it; or at once if it has ended already.
+        """Call ``call()`` once when the object ends, on the thread that ends it. If it has ended, call at once.
 
         Any thread may use this. ``call`` must not block. The event loop reports an exception of ``call``. The caller
-        counts as a waiter, like a blocked thread.
+        counts as a waiter, like a blocked thread, so a cancelled wait of another thread does not withdraw the op.
 
         :raises ArgumentTypeError: ``call`` cannot be called.
         """
@@ -135,13 +135,13 @@ class Pending(Handle):
                 break
 
     def _look(self) -> None:
-        """End the object on this thread if no other thread will."""
+        """End the object on this thread if no other thread will end it."""
         error = self._door.nobody() or self._overdue()
         if error is not None:
             self._fail(error)
 
     def _overdue(self) -> CommError | None:
-        """Return the error that ends the object while the loop is blocked; None: the object goes on."""
+        """Return the error that ends the object while the loop is blocked; None: the object does not end."""
         return None
 
     def _fail(self, error: BaseException) -> None:

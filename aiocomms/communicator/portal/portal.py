@@ -38,7 +38,7 @@ class Portal(Operations, Hooked):
     the order in which the thread makes them. Calls of several threads start one after the other. Each call sees the
     context variables of its thread.
 
-    Ctrl-C cancels a blocking call, and waits for its end. A second Ctrl-C does not wait.
+    Ctrl-C cancels a blocking call, and waits for the call's end. A second Ctrl-C ends this wait.
     """
 
     rank: int
@@ -84,7 +84,7 @@ class Portal(Operations, Hooked):
     # --------------------------------------------------------------------------------------------- operations
 
     def lane(self, key: Key) -> BlockingLane:
-        """Return a lane: its operations match only operations in the lane of the same key on the other ranks.
+        """Return a lane. Its operations match only operations in lanes with the same key on the other ranks.
 
         See :meth:`Communicator.lane`.
 
@@ -191,7 +191,7 @@ class Portal(Operations, Hooked):
         """Close the communicator itself, with all its portals. Idempotent. See :meth:`Communicator.aclose`.
 
         :raises RuntimeError: the caller is on the loop's own thread.
-        :raises CommError: a transport failed while it closed; everything else is released.
+        :raises CommError: a transport failed while it closed; all other resources are released.
         """
         if not self._door.closed:
             close(self._door, "close", self._comm.aclose)

@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 def started(method: Callable[Concatenate[Any, _P], Work[_T]]) -> Callable[Concatenate[Any, _P], BlockingWork[_T]]:
-    """Return the same method, in a class whose ``_issue`` returns a :class:`BlockingWork`."""
+    """Return the same method, typed for a class whose ``_issue`` returns a :class:`BlockingWork`."""
     return cast("Any", method)  # type: ignore[no-any-return]
 
 
@@ -111,7 +111,7 @@ class BlockingStream(Handle, Generic[_T]):
 
         :param item: an item of the stream's type.
         :param timeout: the seconds to wait; None: no limit.
-        :raises TimeoutError: the other end had no room, or did not take the item in time.
+        :raises TimeoutError: the other end had no free capacity, or did not receive the item in time.
         """
         run(self._door, "send", lambda: self._stream.send(item), timeout)
 

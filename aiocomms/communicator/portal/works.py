@@ -52,12 +52,13 @@ class PortalCall(Pending, Generic[_T]):
         self._values: list[_T] = []  # The value that the coroutine function has returned.
         self._error: BaseException | None = None
         self.refused = False
-        """True if the error says only that the call came too late: the door was closed, or the loop has ended."""
+        """True if the function did not run to its end because the owner was closed or the loop has ended."""
 
     def run(self, patience: float | None) -> _T:
-        """Run the function on the loop, and block this thread until it has ended. A timeout or Ctrl-C cancels it.
+        """Run the function on the loop, and block this thread until its end. A timeout or Ctrl-C cancels the function.
 
-        A function that the loop has not begun in time is not waited for, because the loop may be blocked.
+        If the loop has not started the function before the timeout, this thread does not wait for the function's end,
+        because the loop may be blocked.
 
         :param patience: the seconds to wait; None: no limit.
         :raises TimeoutError: the function was cancelled.
@@ -109,7 +110,7 @@ class PortalCall(Pending, Generic[_T]):
             self._scope.cancel()
 
     def _taken(self) -> Callable[[], Awaitable[_T]] | None:
-        """Return the call to the first caller, and None to the others."""
+        """Return the function at the first call of this method, and None at later calls."""
         try:
             return self._calls.pop()
         except IndexError:
@@ -122,7 +123,7 @@ class PortalCall(Pending, Generic[_T]):
 
 
 def close(door: Door, what: str, call: Callable[[], Awaitable[object]]) -> None:
-    """Run on the loop a coroutine function that closes an object. If the loop refuses, nothing is left to close.
+    """Run on the loop a coroutine function that closes an object. If the call is refused, the object is closed already.
 
     :param what: the name of the called method, for the error if the caller is on the loop's own thread.
     """
@@ -149,8 +150,8 @@ def run(door: Door, what: str, call: Callable[[], Awaitable[_T]], timeout: Timeo
 class BlockingWork(Pending, Generic[T_co]):
     """One operation that a thread has called. Every thread except that of the event loop may wait for it.
 
-    The operation completes even if no thread waits. If it fails alone and no thread waits for it, the event loop
-    reports the error.
+    The operation completes even if no thread waits. If the operation fails, no thread waits for it, and the
+    communicator stays usable, then the event loop reports the error.
     """
 
     __slots__ = (
@@ -198,12 +199,12 @@ class BlockingWork(Pending, Generic[T_co]):
 
         Any number of threads may wait, except the thread of the event loop.
 
-        An exception that a signal handler raises, such as ``KeyboardInterrupt``, can end the wait. An unmatched receive
-        is then withdrawn, as if the last task that awaits a work were cancelled.
+        An exception that a signal handler raises, such as ``KeyboardInterrupt``, can end the wait. If no other thread
+        waits, an unmatched receive is then withdrawn.
 
         :param timeout: the seconds to wait; 0: do not wait; None: no limit.
         :returns: the result that ``await`` returns for the communicator's own work.
-        :raises TimeoutError: the op was not done in time; it goes on.
+        :raises TimeoutError: the op was not done in time; the op continues.
         :raises CommError: the op failed or could not be started, or the event loop has ended.
         :raises RuntimeError: the caller is on the loop's own thread, which would wait for itself.
         """
@@ -252,7 +253,7 @@ class BlockingWork(Pending, Generic[T_co]):
             self.wait()
 
     def cancel(self) -> bool:
-        """Withdraw the op if that is still possible, else wait for its end.
+        """Withdraw the op if that is still possible; otherwise wait for the op's end.
 
         :returns: True: the op did not happen, and the buffer is unchanged. False: the op ran to its end.
         :raises RuntimeError: the caller is on the loop's own thread, which would wait for itself.
@@ -297,7 +298,7 @@ class BlockingWork(Pending, Generic[T_co]):
         return True
 
     def _kept(self) -> None:
-        """Register the pending op; see :meth:`aiocomms.transport.native.Shortcuts.post`. A second call does no harm."""
+        """Register the pending op; see :meth:`aiocomms.transport.native.Shortcuts.post`. Idempotent."""
         assert self._posted_as is not None
         on, work, look_after, index = self._posted_as
         self._work, core = work, self._core
@@ -364,7 +365,7 @@ class BlockingWork(Pending, Generic[T_co]):
     # ---------------------------------------------------------------------------------------------- on any thread
 
     def _taken(self) -> tuple[Mapping[str, Any] | None, OpTimeout, Context] | None:
-        """Return the arguments to the first caller, which starts the op or prevents its start; None to the others."""
+        """Return the op's arguments at the first call, after which the caller starts or fails the op; later, None."""
         try:
             return self._asked.pop()
         except IndexError:
