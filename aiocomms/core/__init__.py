@@ -1,1 +1,1 @@
-"""The internals of one communicator: its life, its works, its failures, and the reports about them."""
+"""The internals of one communicator: its states, its works, its failures, and the reports about failures."""

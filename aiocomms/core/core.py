@@ -1,11 +1,11 @@
 """The class ``Core``: one communicator's transports, works in flight, and the actions of its loss and its close.
 
-Users hold an :class:`aiocomms.Communicator`, which starts ops through a :class:`Core`. The module
-:mod:`aiocomms.core.lifecycle` decides when the life of a communicator changes. This module carries out the changes.
+Programs hold an :class:`aiocomms.Communicator`, which starts ops through a :class:`Core`. The module
+:mod:`aiocomms.core.lifecycle` decides when the state of a communicator changes. This module carries out the changes.
 
-Any thread may call :meth:`Core.lose` and :meth:`Core.expire`. Any thread and any signal handler, which may have
-interrupted anything, may call :meth:`Core.abort`. All other calls come on the loop's thread. If a transport raises
-where it must not, :mod:`aiocomms.progress.guard` ends this communicator and nothing else.
+Any thread may call :meth:`Core.lose` and :meth:`Core.expire`. Any thread may call :meth:`Core.abort`, also in a signal
+handler that has interrupted a method of this module. All other methods are called on the loop's thread. If a transport
+raises an unexpected exception, :mod:`aiocomms.progress.guard` ends only this communicator.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from aiocomms.transport import Transport
 from aiocomms.transport.native import Ledger, PlainLedger, Shortcuts
 
 CLOSE_GRACE = 5.0
-"""The seconds for which a close waits for pending ops."""
+"""The most seconds for which a close waits for pending ops."""
 
 
 class Core(Posting):
-    """The internals of one communicator; made once its transports are open."""
+    """The internals of one communicator; created when its transports are open."""
 
     rank: int
     size: int
@@ -69,7 +69,7 @@ class Core(Posting):
     driver: LoopDriver
     ledger: Ledger
     refusals: int
-    """The number of ops refused."""
+    """The number of refused ops."""
     life: Life
     fast_check: Callable[[object, bool], bool] | None
     failures: dict[tuple[str, int | None], int]
@@ -86,7 +86,7 @@ class Core(Posting):
     ) -> None:
         """Begin to serve the transports.
 
-        :param by_family: the transports, by the family of ops that each carries.
+        :param by_family: the transport of each family of ops.
         :param options: the user's hints.
         """
         self.rank, self.size, self.device = rendezvous.rank, rendezvous.size, rendezvous.device
@@ -107,7 +107,7 @@ class Core(Posting):
         self._ended, self.refusals, self.failures = False, 0, dict[tuple[str, int | None], int]()
         self._closing: Promise | None = None
         self.over: Promise = Promise(self.driver)
-        """The promise that is set once the communicator was lost and its works have ended, or once it was closed."""
+        """The promise that is set when a lost communicator's works have ended, or when the communicator is closed."""
         self.pre_hooks, self.post_hooks, self.abort_hooks = Hooks(), Hooks(), Hooks()
         self.router: Router = Router(self, self.by_family)
         self.given_up: dict[int, LaneAbortedError] = self.router.lane_aborts.given_up
@@ -121,7 +121,7 @@ class Core(Posting):
         self._serve()
 
     def _serve(self) -> None:
-        """Listen for failures and notes, and handle earlier ones: a peer may finish opening before this rank."""
+        """Listen for failures and notes, and handle those that have come before, from peers that opened earlier."""
         for transport in self.transports:
             transport.on_failure = self.lose  # type: ignore[method-assign]
             transport.on_note = self.notes.hear  # type: ignore[method-assign]
@@ -133,7 +133,7 @@ class Core(Posting):
                 self.lose(transport.early_failure)
 
     def mark(self, op: ops.Op) -> CallerMark | None:
-        """Mark this thread's position in its stream for an op that the loop starts later. Any thread may call this."""
+        """Mark this thread's position in its CUDA stream, for an op that the loop starts later. Safe on any thread."""
         if self.marks is None:
             return None
         # An op that names no tensor may return new ones, which belong to the memory pool of the caller's stream.
@@ -147,15 +147,15 @@ class Core(Posting):
 
     @property
     def refusing(self) -> bool:
-        """True once ops are refused."""
+        """True once the communicator refuses ops."""
         return self.ledger.refusing
 
     def refusal(self) -> CommError | None:
-        """Return the error of an op that is called now; None: it may start."""
+        """Return the error of an op that is called now; None: the op may start."""
         return self.life.refusal()
 
     def demand(self, what: str) -> None:
-        """Refuse a call that is no op if it comes on the wrong thread, or after the end of the communicator."""
+        """Refuse a call, other than an op, on a wrong thread or after the loss or close of the communicator."""
         self.demand_thread(what)
         if (error := self.refusal()) is not None:
             raise error.about(comm=self.name, op=what, rank=self.rank)
@@ -190,9 +190,9 @@ class Core(Posting):
         self._lose(failure, here=get_ident() == self.thread)
 
     def _lose(self, failure: Failure, *, here: bool) -> None:
-        """Make the transition, and run its actions.
+        """Make the transition to the state lost, and run its actions.
 
-        :param here: whether this is the loop's thread, and nothing was interrupted.
+        :param here: whether this is the loop's thread, outside a signal handler.
         """
         with self._lock:
             self.life, actions = lifecycle.lose(self.life, failure, here=here)
@@ -221,7 +221,7 @@ class Core(Posting):
         self.driver.call_threadsafe(self._end_works)
 
     def _end_works(self) -> None:
-        """End every pending work with the error that the failure gives it."""
+        """End every pending work with the error that belongs to the failure."""
         failure = self.life.failure
         if failure is None:  # After a fork the communicator belongs to the parent process.
             return
@@ -239,10 +239,10 @@ class Core(Posting):
     def expire(self, work: StartedWork[Any], why: str = "") -> None:
         """End a pending op whose deadline has passed. The watchdog's thread calls this, perhaps while the loop is busy.
 
-        The watchdog repeats the call until the op has ended, because a signal handler that raises can interrupt the
+        The watchdog repeats the call until the op has ended, because an exception of a signal handler can interrupt the
         op's end.
 
-        :param why: the reason, in words, if the op must end before its deadline; empty: the deadline has passed.
+        :param why: the text of the reason, if the op must end before its deadline; empty: the deadline has passed.
         """
         failure = self.life.failure
         if failure is not None:
@@ -256,7 +256,7 @@ class Core(Posting):
             self._expire_all(work, why)
 
     def _inquire(self, work: StartedWork[Any], why: str) -> None:
-        """Ask the peer of a late receive or wait what it is doing, then let the op expire."""
+        """Ask the peer of a late receive or wait what the peer is doing, then let the op fail."""
         queue, now = work.queue, clock.now()
         posted = None if queue is None else queue.get(work)
         if posted is not None:  # A work without an entry has become done meanwhile.
@@ -265,7 +265,7 @@ class Core(Posting):
             self._inquiry.begin(late, lambda report: self.driver.call_threadsafe(self._expire_alone, work, report, why))
 
     def _expire_alone(self, work: StartedWork[Any], report: str, why: str) -> None:
-        """Fail a late receive or wait alone. If something has matched it, lose the communicator."""
+        """Fail only a late receive or wait. If a message or signal has matched it, lose the communicator."""
         if not work.done():
             if self.withdraw(work):
                 late = f"{UNMATCHED} {called(work.op)}{'' if why else ' before its deadline'}; it was withdrawn{report}"
@@ -292,14 +292,14 @@ class Core(Posting):
         return absent or self._others(work.op)
 
     def _others(self, op: ops.Op) -> list[int]:
-        """Return the other ranks that an op names; this rank only if there is no other."""
+        """Return the other ranks that an op names. If there are none, return this rank."""
         ranks = peers(op)
         return [rank for rank in ranks if rank != self.rank] or ranks
 
     # ---------------------------------------------------------------------------------------------- closing
 
     async def posted_elsewhere(self, lane: int | None = None) -> None:
-        """Wait until ops that other threads are posting are in flight or done.
+        """Wait until the ops that other threads are posting now are in flight or done.
 
         :param lane: the number of a lane, to wait only for its ops; None: wait for all ops.
         """
@@ -309,9 +309,9 @@ class Core(Posting):
                 await anyio.lowlevel.checkpoint()
 
     async def aclose(self, released: Callable[[], object]) -> None:
-        """Let pending ops end, withdraw unmatched receives, and release everything. Idempotent.
+        """Let pending ops end, withdraw unmatched receives, and release all resources. Idempotent.
 
-        :param released: called once, when ops have ended and the transports are about to be closed.
+        :param released: a function that is called once, after the ops have ended and before the transports are closed.
         """
         if self._closing is not None:
             return await self._closing
@@ -341,7 +341,7 @@ class Core(Posting):
             await self._part()
 
     async def _part(self) -> None:
-        """Let sends end, and tell the other ranks that this rank receives nothing any more.
+        """Let sends end, and tell the other ranks that this rank receives no more messages.
 
         Without this, two ranks that never receive each other's last messages would wait for each other.
         """
@@ -354,7 +354,7 @@ class Core(Posting):
             await self.in_flight.drained()
 
     def _end_lost_sends(self) -> None:
-        """End the sends to ranks that receive nothing any more."""
+        """End the sends to ranks that receive no more messages."""
         for work in self.in_flight:
             if work.op.sends and (peer := peers(work.op)[0]) in self.notes.leaving:
                 work.abandon(closed_by(peer))

@@ -1,9 +1,10 @@
-"""Inquiry: a rank whose receive is late asks other ranks what they are doing, and adds the answers to its error.
+"""Inquiry: after a receive's deadline, this rank asks other ranks what they are doing, for the text of the error.
 
-The communicator stays usable. The rank first asks the rank for which its receive has waited, by a note of the
-transport. It then asks the rank for which that rank waits, or has waited until a deadline, and so on. The inquiry stops
-at a rank that waits for no other, or that closes a circle. Each rank answers on a background thread, so that a busy
-loop does not prevent the answer. Without an answer the error stays unchanged.
+The communicator stays usable. This rank sends its question as a note of the transport. The first question goes to the
+rank for which the receive has waited. The next question goes to the rank for which that rank waits, or has waited until
+a deadline, and so on. The inquiry stops at a rank that waits for no other rank, or when the chain of ranks closes a
+circle. Each rank answers on a background thread, so that a busy loop does not prevent the answer. Without an answer the
+error's text stays unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from aiocomms.core.core import Core
 
 PERIOD: Final = 0.5
-"""Seconds between two inquiries of a communicator, so that receives with short deadlines do not load other ranks."""
+"""The least seconds between two inquiries of a communicator, so that short deadlines do not load other ranks."""
 _ROOM: Final = 1200
 """The largest number of bytes of a rank's description of its activity; the rest is cut off."""
 _LOOKED_AT: Final = 64
@@ -33,14 +34,14 @@ _LOOKED_AT: Final = 64
 
 
 class Wait(NamedTuple):
-    """A wait for another rank; times are of this rank's monotonic clock."""
+    """A wait for another rank. Times are those of this rank's monotonic clock."""
 
     peer: int
     since: float
     until: float
-    """The deadline of a late receive; for a pending op, the time at which its rank was asked."""
+    """The deadline of a late receive; for a pending op, the time of the question to its rank."""
     what: str = ""
-    """The receive that was late."""
+    """The late receive, as text; empty for a pending op."""
 
 
 class Inquiry:
@@ -54,17 +55,17 @@ class Inquiry:
         self._late: Wait | None = None
         self._numbers = itertools.count(1)
         self._asked: dict[int, tuple[int, Reply[Answer]]] = {}
-        """The unanswered questions by number: the rank that was asked, and the place of its answer."""
+        """The unanswered questions by number: the rank that was asked, and the object that receives the answer."""
         self._lock = threading.Lock()
         self._askers: dict[int, int] = {}
-        """The ranks that wait for an answer, and the number of each one's last question."""
+        """The ranks that wait for an answer, and the number of each rank's last question."""
 
     # ------------------------------------------------------------------------------------------------------- asking
 
     def begin(self, late: Wait, end: Callable[[str], object]) -> None:
         """Ask one rank after the other why a receive is late. The watchdog's thread calls this.
 
-        :param end: called once, on any thread, with the text to add to the error.
+        :param end: a function that is called once, on any thread, with the text to add to the error.
         """
         self._late = late
         now = clock.now()
@@ -82,7 +83,7 @@ class Inquiry:
             end(report)
 
     def _follow(self, wait: Wait) -> str:
-        """Ask one rank after the other, and return what they do, and whether they wait in a circle."""
+        """Ask one rank after the other. Return a text about what they do, and whether they wait in a circle."""
         ends = clock.now() + PATIENCE
         chain, words = [self._comm.rank], list[str]()
         while wait.peer not in chain:
@@ -104,7 +105,7 @@ class Inquiry:
     def _ask(self, rank: int, ends: float) -> Answer | str:
         """Ask a rank what it is doing, and wait for its answer until ``ends``, by the monotonic clock.
 
-        :returns: the answer; or the words for a rank that gives none, which are empty if no rank can be asked.
+        :returns: the answer; or a text about a rank that does not answer, which is empty if no rank can be asked.
         """
         number, reply = next(self._numbers), Reply[Answer]()
         self._asked[number] = rank, reply
@@ -165,13 +166,13 @@ class Inquiry:
 
 
 def _following(answer: Answer, wait: Wait, chain: Sequence[int], asked: float, heard: float) -> Wait | None:
-    """Return a rank's wait for another during which all earlier ranks in the chain have waited, too.
+    """Return a wait of the answering rank that overlaps in time with the waits of all earlier ranks in the chain.
 
-    A wait that closes a circle comes first, then the oldest pending one. None: there is no such wait.
+    A wait that closes a circle has priority; otherwise the oldest pending wait. None: there is no such wait.
 
     :param wait: the period in which all earlier ranks have waited.
     :param asked: the time of the question; ``heard`` is the time of the answer. The rank has measured the ages in its
-        answer between these times. In doubt the rank counts as not waiting.
+        answer between these times. If the overlap is uncertain, the rank counts as not waiting.
     """
     found = [Wait(one.rank, heard - one.age, asked) for one in answer.waits]
     if (late := answer.late) is not None:
@@ -182,7 +183,7 @@ def _following(answer: Answer, wait: Wait, chain: Sequence[int], asked: float, h
 
 
 def _report(words: Sequence[str], circle: Sequence[int] = ()) -> str:
-    """Join the words about the other ranks, and the circle in which they wait."""
+    """Join the texts about the other ranks, and add the circle in which they wait."""
     if not words:
         return ""
     more = [f"and {len(words) - SHOWN} more"] if len(words) > SHOWN else []

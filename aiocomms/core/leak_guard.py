@@ -1,8 +1,8 @@
-"""The guards of communicators: if one is still open when its event loop ends, its guard closes it and warns.
+"""The guards of communicators. If a communicator is still open at the end of its event loop, its guard closes it.
 
-Loops have no hook for their end, but they close the remaining async generators that were started in them.
-``asyncio.run``, ``asyncio.Runner``, uvloop and trio do this. A program that closes a loop itself must call
-``loop.shutdown_asyncgens()`` first. The loop still runs at that time, so the close is a normal one.
+The guard also warns. Event loops have no hook for their end, but close the remaining async generators that were started
+in them. ``asyncio.run``, ``asyncio.Runner``, uvloop and trio do this. A program that closes a loop itself must first
+call ``loop.shutdown_asyncgens()``. The loop still runs at that time, so the guard can close the communicator normally.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Closable(Protocol):
         """True once the communicator was closed on this rank."""
 
     async def aclose(self) -> None:
-        """Release everything."""
+        """Close the communicator, and release its resources."""
 
     def _disown(self) -> None:
         """Disown the communicator in a forked child."""
 
 
 class LeakGuard(Generic[_Comm]):
-    """The guard of one communicator. Create a guard on the loop's thread; it lasts until :meth:`dismiss` is called."""
+    """The guard of one communicator, until :meth:`dismiss` is called. Create a guard on the loop's thread."""
 
     def __init__(self, comm: _Comm) -> None:
         self.comm = comm
@@ -91,7 +91,7 @@ def guards() -> Sequence[LeakGuard[Any]]:
 
 
 def _end_of_process() -> None:
-    """Report open communicators at the end of the process. The transports have stopped; no generator is closed."""
+    """Warn of open communicators at the end of the process. The transports have stopped; no communicator is closed."""
     for guard in guards():
         try:
             guard.warn()

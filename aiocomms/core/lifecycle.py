@@ -1,4 +1,4 @@
-"""The life of a communicator, as a state machine: the events that end it, and the errors that pending ops then get.
+"""The state machine of a communicator: the events that change its state, and the errors that pending ops then get.
 
 ::
 
@@ -7,8 +7,8 @@
       +------lose------+--> lost --release-+
 
 While a communicator is closing, pending ops may end and no new op starts. A death, an abort or a missed deadline still
-takes effect. The first :class:`Failure` wins. A transition is a pure function from a :class:`Life` and an event to the
-next life and its actions, which :class:`aiocomms.core.core.Core` runs.
+takes effect. Only the first :class:`Failure` has an effect. A transition is a pure function, which takes a
+:class:`Life` and an event. It returns the next life and a list of actions, which :class:`aiocomms.core.core.Core` runs.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from aiocomms.errors import CommAbortedError, CommClosedError, CommError, CommTi
 from aiocomms.progress.inflight import StartedWork
 
 LOST: Final = "the communicator is lost: "
-"""The words before the reason, in the error of an op that is not at fault."""
+"""The text before the reason, in the error of an op that has not caused the loss."""
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """The reason why a communicator is lost; it alone decides the error of each work."""
+    """The reason why a communicator is lost. Only the reason decides the error of each work."""
 
     error: CommError
-    """The error. It names the rank concerned and, for an op of this rank, the op, its number and this rank."""
+    """The error. It names the rank that it concerns. An error of this rank's op also names the op and this rank."""
     since: float
     """The time of the failure, by ``clock.now()``."""
 
@@ -40,7 +40,7 @@ class Failure(msgspec.Struct, frozen=True):
         return isinstance(self.error, CommTimeoutError)
 
     def error_of(self, work: StartedWork[Any]) -> CommError:
-        """Return a pending work's error: the op at fault gets the error itself, other ops get one that quotes it."""
+        """Return a pending work's error. The op that failed gets the error itself; other ops get an error about it."""
         error = self.error
         if work.seq == error.seq:
             return error
@@ -54,7 +54,7 @@ class Failure(msgspec.Struct, frozen=True):
     def for_peers(self, rank: int) -> CommError:
         """Return the error that this rank sends to the other ranks; see :meth:`aiocomms.transport.Transport.abort`.
 
-        An excluded rank reports its own death, as the ranks that excluded it do.
+        A rank that the other ranks have excluded reports its own death, as those ranks do.
         """
         error = self.error
         if isinstance(error.__cause__, PeerDiedError) and error.__cause__.peer == rank:
@@ -81,16 +81,16 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, array_like=True, frozen=True):
-    """The findings about a missed deadline. The rank whose deadline passed sends them to the other ranks."""
+    """The explanation of a missed deadline, which the rank whose deadline passed sends to the other ranks."""
 
     report: str
-    """The text that says where the ranks were; empty: nothing was found."""
+    """The text about what the ranks were doing; empty: nothing is known."""
     late: tuple[int, ...]
     """The missing ranks."""
 
 
 def failure_of(error: CommError, since: float, rank: int) -> Failure:
-    """Return the failure for an error. If this rank is reported dead, the error says that it is excluded."""
+    """Return the failure for an error. If other ranks report this rank as dead, the error says so."""
     if isinstance(error, PeerDiedError) and error.peer == rank:
         excluded = CommAbortedError(
             f"this rank is excluded: the other ranks count it as dead and go on without it: {error.message}"
@@ -110,7 +110,7 @@ class State(enum.Enum):
 
 
 class Life(msgspec.Struct, frozen=True):
-    """The state of a communicator, and the reason for it."""
+    """The state of a communicator, and the reason for this state."""
 
     state: State = State.OPEN
     failure: Failure | None = None
@@ -118,7 +118,7 @@ class Life(msgspec.Struct, frozen=True):
     """The error of ops that are called after this rank has begun to close the communicator."""
 
     def refusal(self) -> CommError | None:
-        """Return the error of an op that is called now; None: it may start."""
+        """Return the error of an op that is called now; None: the op may start."""
         if self.closed is not None:
             return CommClosedError(self.closed.message)
         if self.failure is None:
@@ -129,7 +129,7 @@ class Life(msgspec.Struct, frozen=True):
 
 
 class Action(enum.Enum):
-    """An action that a transition asks for."""
+    """An action that the core must run after a transition."""
 
     END_WORKS = "every pending work ends with the error that the failure gives it"
     END_WORKS_SOON = "they end on the loop's next turn"
@@ -174,7 +174,7 @@ def close(life: Life) -> Step:
 
 
 def release(life: Life) -> Life:
-    """Enter the state closed: ops have had their time to end, and later failures have no effect."""
+    """Enter the state closed, after the time for ops to end. Later failures have no effect."""
     return Life(State.CLOSED, life.failure, life.closed)
 
 

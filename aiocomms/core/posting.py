@@ -1,6 +1,6 @@
 """The part of a core that posts, tracks and records the ops of a communicator and its lanes.
 
-All calls come on the loop's thread, except where a docstring says otherwise.
+All methods are called on the loop's thread, unless their docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -51,15 +51,14 @@ class Posting:
         raise NotImplementedError
 
     def _end_works(self) -> None:
-        """End every pending work with the error that the failure gives it, if there is one."""
+        """End every pending work with the error that belongs to the failure, if there is a failure."""
         raise NotImplementedError
 
     def start(self, work: StartedWork[Any], seconds: float, lane: str | None = None) -> StartedWork[Any]:
         """Post an op that has been checked, after it was numbered and recorded.
 
         :param seconds: the seconds until the op's deadline.
-        :param lane: the key of the op's lane, in words; None: the op is in no lane, and is counted if it is a
-            collective.
+        :param lane: the key of the op's lane, as text. None: the op is in no lane, and a collective is counted.
         :returns: the op's work, done or pending.
         """
         if not dispatch_modes() and not in_inference_mode():
@@ -111,7 +110,7 @@ class Posting:
         return work
 
     def post(self, op: ops.Op, work: Completion) -> None:
-        """Post one of the messages that make up an op, on the transport that carries the message.
+        """Post one of the messages of a lowered op, on the transport that carries the message.
 
         :raises CommError: the message could not be posted. If the transport raised another exception, the error names
             the transport.
@@ -147,9 +146,9 @@ class Posting:
             raise
 
     def _uncount(self, work: StartedWork[Any], error: BaseException) -> None:
-        """Uncount an op that is not posted. The next collective outside lanes gets the number of such a collective.
+        """Undo the count of an op that is not posted, and call its post-hooks.
 
-        The post-hooks are called for the op.
+        If the op is a collective outside lanes, the next such collective gets its number.
         """
         self.refusals += 1
         if self.post_hooks:
@@ -160,7 +159,7 @@ class Posting:
             self.recorder.refused.append(work.seq)
 
     def post_raised(self, work: StartedWork[Any], error: BaseException) -> BaseException:
-        """Return the error of an op that could not be posted: nothing of it was sent.
+        """Return the error of an op that could not be posted, so that nothing was sent.
 
         A transport that raises another exception than a :class:`CommError` is broken, and the communicator is lost.
         """
@@ -170,7 +169,7 @@ class Posting:
     def not_posted(self, op: ops.Op, error: BaseException, where: str) -> BaseException:
         """Return the error of an op that was refused, and so was not counted.
 
-        :param where: the communicator or lane on which the op was called, in words.
+        :param where: the name of the communicator or lane on which the op was called.
         """
         if isinstance(error, CommError):
             return error.about(comm=where, op=op.name, rank=self.rank)
@@ -210,7 +209,7 @@ class Posting:
         self._end_works()
 
     def look_after(self, look_after: Callable[[int], object], index: int) -> None:
-        """Look after a pending op that another thread has posted; see :meth:`NativeTransport.shortcuts`."""
+        """Run the rest of the post of an op that another thread has posted; see :meth:`NativeTransport.shortcuts`."""
         look_after(index)
         for transport in self._spinning:
             self.driver.poll_soon(transport)
@@ -218,7 +217,10 @@ class Posting:
     # ----------------------------------------------------------------------------------------------------- ended ops
 
     def settled(self, work: StartedWork[Any], error: CommError | None = None) -> None:
-        """Record and forget a pending work that has just become done, or failed with ``error``."""
+        """Record the end of a pending work, and remove it from the works in flight.
+
+        :param error: the error of a failed work.
+        """
         self.ledger.end(self.recorder.row(work, self.in_flight.remove(work), error))
         if self.post_hooks or work.fault is not None:
             self.after(work)
@@ -236,7 +238,7 @@ class Posting:
             self.lose(fault)
 
     def ended_at_once(self, work: StartedWork[Any]) -> None:
-        """Handle an op that has ended within its call, and has failed or has post-hooks."""
+        """Handle an op that has ended within its call, if it has failed or post-hooks are registered."""
         if work.fault is not None:
             self.ledger.end(self.recorder.row(work, None, work.error))
         self.after(work)
@@ -250,10 +252,10 @@ class Posting:
         return self.router.withdraw(work)
 
     def withdraw_all(self, of: str, which: Callable[[ops.Op], bool]) -> None:
-        """Withdraw unmatched receives and waits, because what they are of was closed.
+        """Withdraw unmatched receives and waits of an object that was closed.
 
-        :param of: what was closed, for their errors.
-        :param which: tells whether an op is to be withdrawn.
+        :param of: the name of the object, for the errors.
+        :param which: a function that returns whether an op belongs to the object.
         """
         for work in self.in_flight:
             if work.op.withdrawable and which(work.op) and self.withdraw(work):

@@ -1,8 +1,9 @@
-"""The post mortem of a lost communicator: before the pending works end, it explains which ranks were missing and why.
+"""The post mortem of a communicator that a missed deadline has ended: which ranks were missing, and why.
 
-When a deadline passes, every rank writes its activity to the store of the rendezvous. The late rank waits briefly for
-the other ranks' reports, derives a verdict from them, and publishes it. All of this runs off the loop, is bounded in
-time and size, and is best effort: without an answer the error stays unchanged.
+When a deadline passes, every rank writes its activity to the store of the rendezvous. The *reporting rank*, whose
+deadline has passed, waits briefly for the other ranks' records. It derives a verdict from the records, and writes the
+verdict to the store. Then the pending works end. All of this runs in a thread, and has bounds of time and size. If no
+record arrives, the error stays unchanged.
 """
 
 from __future__ import annotations
@@ -30,16 +31,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PATIENCE, LONGER = 0.2, 0.3
-"""The seconds for which the late rank reads the other ranks' reports, and for which works wait for its verdict. A late
-op must fail within 0.5 s, and a busy machine needs the remaining time."""
+"""The seconds for which the reporting rank reads the other ranks' records, and for which works wait for the verdict.
+
+A work must fail within 0.5 s after its deadline. A busy machine needs the remaining time.
+"""
 WRITING = 1.0
-"""The most seconds for which works wait for the flight recorder's file, whose path their errors name. Writing takes
-about 1 ms, but may never end if the file system hangs."""
+"""The most seconds for which works wait for the flight recorder's file, whose path their errors name.
+
+To write the file takes about 1 ms, but the write may never end if the file system hangs.
+"""
 ASKED = 64
-"""The most ranks that are asked, missing ranks first."""
+"""The most ranks whose records are read, missing ranks first."""
 
 _DOING, _VERDICT = "doing", "verdict"
-"""The keys of the records that a rank leaves in the store: its activity, and the late rank's verdict."""
+"""The keys of the records in the store: each rank's activity, and the reporting rank's verdict."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.01
 _LARGEST = 16384
 """The most bytes of another rank's report."""
@@ -48,12 +53,12 @@ _VERDICTS = ControlCodec[Verdict](Verdict, "a verdict", limit=_LARGEST)
 
 
 class PostMortem:
-    """The post mortem of one lost communicator, whose works wait until the missed deadline is explained."""
+    """The post mortem of one lost communicator. Its works wait until the missed deadline is explained."""
 
     def __init__(self, comm: Core, board: Board, failure: Failure) -> None:
         """Begin to count the time from the loss.
 
-        :param failure: the reason of the loss.
+        :param failure: the reason for the loss.
         """
         self._comm, self._board, self._failure = comm, board, failure
         assert isinstance(failure.error, CommTimeoutError)
@@ -64,13 +69,14 @@ class PostMortem:
     def hold(self, record: Record, end: Callable[[Verdict, Path | None], object]) -> None:
         """Start the post mortem on a background thread. Any thread and any signal handler may call this.
 
-        :param end: called once, on any thread, with the verdict and the path of the flight recorder's file.
+        :param end: a function that is called once, on any thread, with the verdict and the path of the flight
+            recorder's file.
         """
         if not dumps.in_background(lambda: self._sit(record, end)):
             end(self._nothing, None)
 
     def close(self) -> None:
-        """Stop: no work waits for the verdict any more."""
+        """Stop the post mortem, because no work waits for the verdict any more."""
         self._closed.set()
 
     def _sit(self, record: Record, end: Callable[[Verdict, Path | None], object]) -> None:
@@ -86,11 +92,11 @@ class PostMortem:
             end(verdict, path)
 
     def _left(self, seconds: float) -> float:
-        """Return how many of ``seconds`` since the loss are left."""
+        """Return the seconds until ``seconds`` have passed since the loss."""
         return self._failure.since + seconds - clock.now()
 
     def _verdict(self, snapshot: Snapshot) -> Verdict:
-        """Report this rank's activity, and read the other ranks' reports or the late rank's verdict."""
+        """Write this rank's activity to the store, and read the other ranks' records or the verdict."""
         comm, brief = self._comm, snapshot.header.brief
         try:
             self._board.tell(_DOING, _BRIEFS.encode(brief))
@@ -121,7 +127,7 @@ class PostMortem:
         return Verdict(report, absent if op.collective is None else behind(op, briefs, silent, absent))
 
     def _hear(self, key: str, ranks: Sequence[int], seconds: float) -> dict[int, bytes]:
-        """Read the ranks' records until all are there, time is up, or the communicator is closed. Never block."""
+        """Read the ranks' records until all are read, the time is over, or the communicator is closed."""
         heard: dict[int, bytes] = {}
         pause = _FIRST_PAUSE
         while True:
@@ -137,7 +143,7 @@ class PostMortem:
 def in_time(seconds: float, otherwise: T, call: Callable[[], T]) -> T:
     """Make a call on a background thread, and return ``otherwise`` if it takes longer than ``seconds``.
 
-    A store whose host is stopped or lost blocks its callers; so does a file system that hangs.
+    The call may block without end, if the store's host is stopped or lost, or if the file system hangs.
     """
     answer = Reply[T]()
     if not dumps.in_background(lambda: answer.put(call())):
@@ -149,7 +155,7 @@ def in_time(seconds: float, otherwise: T, call: Callable[[], T]) -> T:
 
 
 def read_brief(said: bytes | None, rank: int) -> Brief | None:
-    """Return a rank's report of its activity; None if there is none or the report is invalid."""
+    """Return a rank's record of its activity; None if there is no record or the record is invalid."""
     if said is None:
         return None
     try:
@@ -161,7 +167,7 @@ def read_brief(said: bytes | None, rank: int) -> Brief | None:
 
 
 def _read_verdict(said: bytes, size: int) -> Verdict:
-    """Return the late rank's verdict.
+    """Return the reporting rank's verdict.
 
     :raises ProtocolError: the verdict is invalid.
     """
@@ -172,7 +178,7 @@ def _read_verdict(said: bytes, size: int) -> Verdict:
 
 
 def tidy(brief: Brief) -> None:
-    """Make another process's report fit for an error message, in place."""
+    """Make another process's record fit for an error message, in place."""
     brief.last = printable(brief.last)
     brief.pending = [tidied(item) for item in brief.pending[:SHOWN]]
 

@@ -1,4 +1,4 @@
-"""Contributions of ranks to a round: tensors, and a description of the call."""
+"""The contributions of ranks to a round (one collective): tensors, and a description of the call."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CALLED: Final = ControlCodec[Called](Called, "what a rank has called")
 
 
 class Contribution(NamedTuple):
-    """A contribution as the other ranks read it."""
+    """A rank's contribution, in the form that the other ranks read."""
 
     called: Called
     data: Tensor

@@ -1,4 +1,4 @@
-"""The forming of a live group: its processes agree on shared memory, and take their places."""
+"""The formation of a live group: its processes agree on shared memory, and each process takes the place of one rank."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from aiocomms.lowlevel.stores import admitting, store_errors
 from aiocomms.lowlevel.threads import run_in_thread
 
 _STORE: Final = "store"
-"""The value on which the ranks agree if they share no memory; else they agree on the host with the memory."""
+"""The value on which the ranks agree if they share no memory. Otherwise they agree on the host with the memory."""
 _PAUSE: Final = 0.01
-"""The seconds between two looks at the store."""
+"""The seconds between two requests to the store."""
 _SALT_BITS: Final = 17
 
 _T = TypeVar("_T")
@@ -80,7 +80,7 @@ def _registers(store: Store, fd: int | None, place: LivePlace) -> Registers:
 
 
 async def _take(registers: Registers, rank: int) -> int:
-    """Take a place; return the holder value of this process.
+    """Take the place of a rank. Return the number of this process that the place's register then holds.
 
     :raises ArgumentError: another live process has the place.
     """
@@ -99,7 +99,7 @@ async def _take(registers: Registers, rank: int) -> int:
 
 
 class Opened(NamedTuple):
-    """A process that has the memory open, and the file descriptor through which other processes open it."""
+    """A process that has the memory open, and the file descriptor through which other processes open the memory."""
 
     pid: int
     holder: int
@@ -125,7 +125,7 @@ class Opened(NamedTuple):
         return process_number(self.pid) == self.holder
 
     def opened(self) -> int | None:
-        """Open the memory; return None if the process is gone or has closed it.
+        """Open the memory; return None if the process has died or has closed the memory.
 
         :raises ArgumentError: another user runs the process.
         """
@@ -144,7 +144,7 @@ class Opened(NamedTuple):
 
 
 class LiveMeeting:
-    """One process's part in the forming of the group; it runs in a thread, because every call blocks."""
+    """One process's part in the formation of the group. It runs in a thread, because its calls block."""
 
     def __init__(self, store: Store, place: LivePlace, seconds: float) -> None:
         self.store, self._place = store, place
@@ -161,9 +161,9 @@ class LiveMeeting:
 
     @store_errors("the store of the group is lost")
     def meet(self) -> int | None:
-        """Meet the other ranks; return a file descriptor of the shared memory, or None if they share none.
+        """Meet the other ranks; return a file descriptor of the shared memory, or None if the ranks share no memory.
 
-        :raises ArgumentError: other ranks have other arguments, or share memory that this process cannot open.
+        :raises ArgumentError: other ranks have passed other arguments, or share memory that this process cannot open.
         :raises CommTimeoutError: a rank has not joined in time.
         :raises OSError: the memory is not available.
         """
@@ -215,10 +215,10 @@ class LiveMeeting:
     # ---------------------------------------------------------------------------------------------------- shared memory
 
     def _memory(self) -> int:
-        """Open the memory of a live process that has it; make new memory if there is none.
+        """Open the memory through a live process that has it open; make new memory if there is no such process.
 
-        One key of the store lists the processes that have the memory, and changes only by compare-and-set. So there is
-        only one memory at a time.
+        One key of the store lists the processes that have the memory open. The key changes only by compare-and-set, so
+        the group has only one memory at a time.
         """
         listed = self.store.compare_set("memory", "", "").decode()
         while True:

@@ -1,4 +1,4 @@
-"""A live group: the place of this process in it, and its lanes."""
+"""A live group: the place of this process in the group, and the group's lanes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ DEFAULT_LANE: Final = "main"
 class LiveGroup(Handle):
     """A group whose collectives complete without dead or late ranks; made by :class:`aiocomms.live_group`.
 
-    The ranks agree through memory that outlives each rank, so the death of a rank does not end the group. If a process
-    takes the dead rank's place, its first call in a lane joins the lane's current collective. The group belongs to the
-    event loop that made it. ``async with`` closes it.
+    The ranks agree through memory that outlives each rank, so the death of a rank does not end the group. If a new
+    process replaces the dead rank, its first call in a lane joins the lane's current collective. The group belongs to
+    the event loop that made it. ``async with`` closes the group.
     """
 
     def __init__(self, place: LivePlace, registers: Registers, holder: int, kept: contextlib.AsyncExitStack) -> None:
         """Start without lanes.
 
-        :param holder: the value of this process in the register of its place.
+        :param holder: the number of this process, which the register of its place holds.
         :param kept: the resources that :meth:`aclose` closes.
         """
         self._place, self._registers, self._holder, self._kept = place, registers, holder, kept
@@ -63,7 +63,7 @@ class LiveGroup(Handle):
         return self._place.closed
 
     async def lane(self, name: str = DEFAULT_LANE) -> LiveLane:
-        """Open a lane, or return the open lane of that name. Each lane has its own order of calls.
+        """Open a lane, or return the open lane with this name. Each lane has its own order of calls.
 
         :param name: the lane's name, the same on all ranks, of 1 to 200 characters.
         :raises ArgumentError: the name is not valid, or the group already has 256 other lanes.
@@ -80,7 +80,7 @@ class LiveGroup(Handle):
         return self._lanes[name]
 
     async def _number_of(self, name: str) -> int:
-        """Return the number of a lane: from the hash of its name on, the first one without another name."""
+        """Return the number of a lane: the first number from the name's hash on that no other name has."""
         wanted = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1 or 1
         for step in range(LANES):
             number = (wanted + step) % LANES
@@ -112,7 +112,7 @@ class LiveGroup(Handle):
             await self._kept.aclose()
 
     def _disown(self) -> None:
-        """Disown the group in a forked child: neither use nor close what the parent uses."""
+        """Disown the group in a forked child, which must neither use nor close the parent's resources."""
         self._place.closed = True
 
     async def __aenter__(self) -> Self:

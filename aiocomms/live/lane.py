@@ -75,9 +75,9 @@ class LivePlace:
 
 
 class QueuedCall:
-    """A call that cannot contribute at once. It contributes later, even if its caller is cancelled meanwhile.
+    """A call that cannot contribute at once. The call contributes later, even if its task is cancelled in between.
 
-    :param parts: the parts of the contribution, which a cancelled caller replaces by copies.
+    :param parts: the tensors of the contribution, as bytes. If the task is cancelled, copies replace them.
     """
 
     def __init__(self, header: bytes, parts: list[Tensor], ends: float, use: Use[Any], into: Into | None) -> None:
@@ -103,7 +103,7 @@ class QueuedCall:
         return None if self._abandoned else await self._use(given)
 
     def close(self) -> None:
-        """End a call whose turn does not come, because its group is closed."""
+        """End a call that has not contributed, because its group is closed."""
         self._begun.set()
         self._ended.set()
 
@@ -137,7 +137,7 @@ class QueuedCall:
             raise
 
     async def _keep(self, rounds: Rounds) -> None:
-        """Keep copies of the parts, because the caller may change its tensors from now on."""
+        """Replace the parts by copies, because the program may change its tensors from now on."""
 
         def copied() -> list[Tensor]:
             return [part.clone() for part in self.parts]
@@ -148,15 +148,15 @@ class QueuedCall:
 
 
 class LiveLane(Handle):
-    """A lane of a live group; its collectives match in the order of calls. Made by :meth:`LiveGroup.lane`.
+    """A lane of a live group, made by :meth:`LiveGroup.lane`. Its collectives match in the order of calls.
 
-    A call waits, until its deadline, for the ranks of the lane's last call and for ranks that join again. The call
-    completes with the ranks that have made it by then. No call waits for dead ranks. A late rank gets the result
-    without its own contribution. A rank that is two calls late gets :class:`~aiocomms.errors.LeftBehindError`; its next
-    call joins the lane's current collective. The first call of a process that takes a dead process's place does so,
-    too.
+    Until its deadline, a call waits for the ranks of the lane's last call and for ranks that join again. Then the call
+    completes with the contributions of all ranks that have called. No call waits for dead ranks. A late rank gets the
+    result without its own contribution. A rank that is two calls late gets :class:`~aiocomms.errors.LeftBehindError`,
+    and its next call joins the lane's current collective. The first call of a process that replaces a dead process also
+    joins the current collective.
 
-    Tensors are contiguous and on the CPU. ``all_reduce`` works in place; the other collectives return new tensors.
+    Tensors must be contiguous and on the CPU. ``all_reduce`` works in place; the other collectives return new tensors.
     Calls of several tasks run one after the other.
     """
 
@@ -174,17 +174,17 @@ class LiveLane(Handle):
     async def all_reduce(
         self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, *, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Partial[Tensor]:
-        """Reduce one tensor per rank in place, in the order of ranks; the result is bitwise the same on all ranks.
+        """Reduce one tensor per rank in place, in rank order. The results on all ranks are bit-identical.
 
         :param tensor: a tensor of the same dtype and shape on all ranks. After an error the tensor is unchanged, but
             after a LeftBehindError its content is undefined.
-        :param op: the operator; AVG divides by the number of ranks in the result.
-        :param timeout: the seconds to wait for earlier calls of the lane and for other ranks; None: as long as they
-            live. The default is the group's timeout.
+        :param op: the operator; AVG divides by the number of ranks that contributed.
+        :param timeout: the seconds to wait for earlier calls of the lane and for other ranks. None: wait for all live
+            ranks without a deadline. The default is the group's timeout.
         :returns: ``tensor``, with the reduction.
         :raises ArgumentError: an argument is wrong; nothing was contributed.
         :raises MismatchError: ranks have called different ops, or have passed different shapes; the lane stays usable.
-        :raises LeftBehindError: the other ranks have gone on without this one.
+        :raises LeftBehindError: the other ranks have completed this call and later calls without this rank.
         :raises CommTimeoutError: the lane's earlier calls have not ended in time; the contribution still counts.
         :raises CommClosedError: the group is closed, or another process has this place.
         """
@@ -208,7 +208,7 @@ class LiveLane(Handle):
     async def reduce_scatter(
         self, inputs: Sequence[Tensor], op: ReduceOp | str = ReduceOp.SUM, *, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Partial[Tensor]:
-        """Reduce the tensors for each rank, and return the reduction for this rank.
+        """Reduce ``inputs[r]`` of all ranks for each rank ``r``, and return the reduction for this rank.
 
         :param inputs: one tensor for each rank of the group. ``inputs[i]`` has the same dtype and shape on all ranks.
         :param op: as for :meth:`all_reduce`.
@@ -241,7 +241,7 @@ class LiveLane(Handle):
     async def all_to_all(
         self, inputs: Sequence[Tensor], *, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Partial[dict[int, Tensor]]:
-        """Send each rank its own tensor. Tensors for dead ranks are dropped.
+        """Send ``inputs[r]`` to each rank ``r``. Tensors for dead ranks are dropped.
 
         :param inputs: one tensor for each rank of the group, of any shapes, with the same dtype on all ranks.
         :param timeout: as for :meth:`all_reduce`.
@@ -307,7 +307,7 @@ class LiveLane(Handle):
     async def _in_turn(
         self, header: bytes, parts: list[Tensor], ends: float, use: Use[T], into: Into | None
     ) -> tuple[T, Round]:
-        """Take part in the next round: at once if that is possible, otherwise in a task that no caller cancels."""
+        """Take part in the next round: at once if possible, otherwise in a background task that no caller cancels."""
         begun = None if self._busy else self._rounds.at_once(header, parts, 0 if into is None else into.word)
         if begun is None:
             call = QueuedCall(header, parts, ends, use, into)
@@ -334,7 +334,7 @@ class LiveLane(Handle):
             self._busy = False
 
     def close(self) -> None:
-        """End the calls whose turn does not come, because the group is closed."""
+        """End the calls that have not contributed, because the group is closed."""
         while self._queue:
             self._queue.popleft().close()
 
@@ -375,7 +375,7 @@ def _is_plain(timeout: OpTimeout) -> bool:
 
 
 async def _write(out: Tensor, value: Tensor) -> None:
-    """Copy a result in pieces, and yield to the event loop between them; a thread could not be cancelled."""
+    """Copy a result in pieces, and yield to the event loop in between. A copy in a thread cannot be cancelled."""
     to, source = octets(out), octets(value)
     for begin in range(0, len(to), LONG):
         with writing(out):

@@ -12,11 +12,11 @@ LANES: Final = 256
 LONG: Final = 2**20
 """The bytes above which a copy would block the event loop for too long."""
 LEFT: Final = 1
-"""The value in the register of a place when its process has left."""
+"""The value in the register of a rank's place after the rank's process has left."""
 HEADER: Final = 4080
 """The most bytes of a contribution's header."""
 NAME, COMING, FIRST, SECOND = range(4)
-"""The registers of a lane: the hash of its name; the ranks that come back; the rounds of even and of odd numbers."""
+"""The registers of a lane: the hash of its name; the ranks that join again; the even rounds; the odd rounds."""
 PER_LANE: Final = 4
 
 
@@ -25,34 +25,34 @@ class Shortcut(Protocol):
 
     :class:`~aiocomms.live.rounds.Rounds` handles all other cases.
 
-    A round's word is the value of its register once this rank's contribution is in the round.
+    A round's *word* is the value of its register after this rank has contributed to the round.
     """
 
     def arrive(self, number: int, header: bytes, parts: Sequence[tuple[int, int]], /) -> int:
-        """Contribute to a round, and spin for some time until it is decided.
+        """Contribute to a round, and poll for some time until the round is decided.
 
         :param parts: the address and the number of bytes of each part.
         :returns: the round's word; 0 if nothing was done.
         """
 
     def all_reduce(self, number: int, tensor: object, op: object, /) -> Any:
-        """Contribute as :meth:`arrive` does, for a known call with one tensor, and reduce all contributions into it.
+        """Contribute one tensor as :meth:`arrive` does, for a known call, and reduce all contributions into the tensor.
 
         :returns: a :class:`~aiocomms.live.lane.Partial` if the reduction is done; the round's word if only the
             contribution is done; None if nothing was done.
         """
 
     def finish(self, word: int, tensor: object, op: object, /) -> bool:
-        """Reduce the contributions into the tensor, once the round is decided.
+        """Reduce the contributions into the tensor after the round is decided.
 
         :returns: False if that failed; the content of the tensor is then undefined.
         """
 
     def know(self, holders: dict[int, int], /) -> None:
-        """Store the processes that hold the ranks' places."""
+        """Store the numbers of the ranks' processes."""
 
     def know_call(self, tensor: object, op: object, kind: str, factor: float, header: bytes, /) -> None:
-        """Store the header of a call, which is then a known call."""
+        """Store the header of a call. This call is then a known call for :meth:`all_reduce`."""
 
 
 class Registers(Protocol):
@@ -69,13 +69,13 @@ class Registers(Protocol):
         """
 
     async def swap(self, register: int, expected: int, desired: int) -> int:
-        """Write ``desired`` to a register if it holds ``expected``; return the value that it held.
+        """Write ``desired`` to a register if it holds ``expected``; return the register's former value.
 
         :raises CommError: the memory is gone.
         """
 
     async def write(self, area: int, header: bytes, parts: Sequence[Tensor]) -> None:
-        """Write to an area. A cancelled call ends when it uses the parts no more.
+        """Write to an area. A cancelled call ends when it no longer reads the parts.
 
         :param header: at most :data:`HEADER` bytes.
         :param parts: flat byte tensors, which are written one after the other.
@@ -83,7 +83,7 @@ class Registers(Protocol):
         """
 
     async def written(self, areas: Sequence[int]) -> None:
-        """Wait until no write to these areas uses its parts any more."""
+        """Wait until no write to these areas reads its parts any more."""
 
     async def read(self, area: int) -> tuple[bytes, Tensor]:
         """Return the header of an area, and its data as a flat byte tensor, which may be a view of the area.
@@ -103,7 +103,7 @@ class Registers(Protocol):
         """
 
     async def tell(self, register: int | None) -> None:
-        """Wake all ranks that wait for ``register``; if it is None, wake all ranks that wait for some register."""
+        """Wake all ranks that wait for ``register``. None: wake all ranks that wait for any register."""
 
     def alive(self, holder: int) -> bool:
         """Return whether a process may be alive.
@@ -121,7 +121,10 @@ def register_of(lane: int, which: int) -> int:
 
 
 def place_of(rank: int) -> int:
-    """Return the number of a place's register. The register holds the place's process, :data:`LEFT`, or 0 at first."""
+    """Return the number of the register of a rank's place.
+
+    The register is initially 0. Later it holds the number of the rank's process, or :data:`LEFT`.
+    """
     return LANES * PER_LANE + rank
 
 

@@ -1,13 +1,13 @@
-"""Agreement on each round of a lane: which ranks' contributions are in it.
+"""The agreement of the ranks on each *round* (one collective) of a lane: which ranks have contributed to the round.
 
 Consensus is a compare-and-swap on memory that outlives the ranks (Herlihy, "Wait-free synchronization", TOPLAS 1991).
-A round is one register: its number, a decided bit, and a bit for each rank whose contribution is there. A rank writes
-its contribution, and then sets its bit by compare-and-swap. If no expected bit is missing then, the same swap sets the
-decided bit. From then on the bits do not change. They are the result, which is the same on all ranks.
+The register of a round holds its number, a decided bit, and a bit for each rank that has contributed. A rank writes its
+contribution, and then sets its bit by compare-and-swap. If no awaited rank is then missing, the same swap sets the
+decided bit. Afterwards the bits do not change, and all ranks read the same bits.
 
-Rounds of even numbers and rounds of odd numbers have separate registers and areas. Round ``n`` reuses those of round
-``n - 2``; a swap opens the round before any rank writes to an area. A reader checks the round's number after it has
-read. If the number is unchanged, the data is valid, as with a seqlock.
+Rounds with even numbers and rounds with odd numbers have separate registers and areas. Round ``n`` reuses the register
+and the areas of round ``n - 2``. A swap opens the round before any rank writes to an area. A reader checks the round's
+number after it has read the data. If the number is unchanged, the data is valid, as with a seqlock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from aiocomms.live.registers import COMING, FIRST, HEADER, LEFT, Registers, area
 from aiocomms.ops.reductions import ReduceOp
 
 MOST_RANKS: Final = 20
-"""The bits of a register for ranks. Of the register's 63 bits, one more is the decided bit, and 42 count rounds."""
+"""The number of a register's bits for ranks. One more bit is the decided bit, and 42 bits are the round's number."""
 _DECIDED: Final = 1 << MOST_RANKS
 _HOLDER: Final = 8
 """The bytes before each header that hold the number of the writing process."""
@@ -43,11 +43,11 @@ class Round(NamedTuple):
     number: int
     decided: bool
     bits: int
-    """The bits of the ranks whose contributions are there."""
+    """The bits of the ranks that have contributed."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks whose contributions are in the round, in ascending order."""
+        """The ranks that have contributed to the round, in ascending order."""
         return _ranks_of(self.bits)
 
     @property
@@ -62,17 +62,17 @@ def _ranks_of(bits: int) -> tuple[int, ...]:
 
 
 class Into:
-    """A tensor that is contributed, and into which all contributions are reduced.
+    """A tensor that this rank contributes, and into which all contributions are reduced.
 
-    :param op: the operator as the program passed it; ``operator`` is the same, parsed.
-    :param word: the round's word if :meth:`Rounds.all_reduce` has contributed the tensor, else 0.
+    :param op: the operator as the program passed it; ``operator`` is the parsed operator.
+    :param word: the :attr:`Round.word` if :meth:`Rounds.all_reduce` has contributed the tensor, else 0.
     """
 
     __slots__ = ("op", "operator", "tensor", "word")
 
     def __init__(self, tensor: Tensor, op: object, operator: ReduceOp, word: int) -> None:
         self.tensor: Tensor | None = tensor
-        """The tensor; None once the call is abandoned, because the tensor is then the caller's again."""
+        """The tensor; None after the call is cancelled, because the program may then change the tensor."""
         self.op, self.operator, self.word = op, operator, word
 
 
@@ -80,7 +80,7 @@ class Rounds:
     """One rank's participation in the rounds of one lane, one round at a time.
 
     :param lane: the lane's number.
-    :param holder: the value that means this process in the register of its place.
+    :param holder: the number of this process, which the register of its place holds.
     """
 
     def __init__(self, registers: Registers, lane: int, rank: int, size: int, holder: int) -> None:
@@ -91,11 +91,11 @@ class Rounds:
         self._coming = register_of(lane, COMING)
         self._shortcut = registers.shortcut(lane, rank, size, holder)
         self._next: int | None = None
-        """The number of this rank's next round; None for the open round."""
+        """The number of this rank's next round; None: the round that is open at the call."""
         self._was_in = False
-        """True if this rank is known to have been in the last round; the others then wait for it in the next one."""
+        """True if this rank surely contributed to the last round. The other ranks wait for it in the next round."""
         self._holders: dict[int, int] = {}
-        """The holder of each rank's place when that rank was last in a round."""
+        """The number of each rank's process when that rank last contributed to a round."""
 
     def all_reduce(self, tensor: Tensor, op: object) -> Any:
         """Take part in the next round through :meth:`Shortcut.all_reduce`, and return its result."""
@@ -118,17 +118,18 @@ class Rounds:
     ) -> tuple[T, Round]:
         """Contribute to the next round, wait until it is decided, and use the contributions.
 
-        A cancellation before the contribution is there is an error of the caller: it would make this rank's next call
-        match another call of the other ranks.
+        The caller must not cancel this before the contribution is complete. Otherwise this rank's next call would match
+        an earlier call of the other ranks.
 
         :param ends: the end of the wait for other ranks, as a time of ``aiocomms.lowlevel.clock.now()``.
-        :param use: a function that makes the result from the contributions. If the contributions change before its
-            end, the result is dropped.
+        :param use: a function that makes the result from the contributions. If the contributions change before the
+            function ends, the result is dropped.
         :param into: the tensor into which native code may reduce instead of ``use``.
-        :param begun: the result of :meth:`at_once`, if that has contributed.
+        :param begun: the result of :meth:`at_once`, if :meth:`at_once` has contributed.
         :returns: the result, and the round.
-        :raises LeftBehindError: the other ranks have gone on; the next call of this rank joins the open round.
-        :raises CommClosedError: another process has this place.
+        :raises LeftBehindError: the other ranks have completed this round and the next one. The next call of this rank
+            joins the open round.
+        :raises CommClosedError: another process has replaced this process.
         """
         try:
             header = self._prefix + header
@@ -144,9 +145,9 @@ class Rounds:
         return result, round_
 
     def at_once(self, header: bytes, parts: Sequence[Tensor], word: int) -> tuple[int, Round] | None:
-        """Contribute to the next round through native code; return the round's number and state, or None if it cannot.
+        """Contribute to the next round through native code. Return the round's number and state, or None if impossible.
 
-        :param word: the round's word if :meth:`all_reduce` has contributed, else 0.
+        :param word: the :attr:`Round.word` if :meth:`all_reduce` has contributed, else 0.
         """
         if word:
             round_ = self._round(0, word)
@@ -167,7 +168,7 @@ class Rounds:
     async def _decided(
         self, header: bytes, parts: Sequence[Tensor], ends: float, begun: tuple[int, Round] | None
     ) -> tuple[int, Round]:
-        """Contribute to the next round unless that is done; return its number and, once it is decided, its state."""
+        """Contribute to the next round, unless done before. When the round is decided, return its number and state."""
         if begun is None:
             number = await self._come(header, parts, ends)
             return number, await self._end_of(number, ends)
@@ -222,7 +223,7 @@ class Rounds:
         return number
 
     async def _join(self, header: bytes, parts: Sequence[Tensor], ends: float) -> int:
-        """Contribute to the first round that is still open; from then on the others wait for this rank."""
+        """Contribute to the first round that is still open. The other ranks wait for this rank in later rounds."""
         self._was_in = False
         while True:
             await self._announce(True)
@@ -243,13 +244,13 @@ class Rounds:
         await set_bit(self._registers, self._coming, self._bit, comes)
 
     async def _open(self, number: int) -> None:
-        """Open a round in its register, unless it is open; the round before it must be decided."""
+        """Open a round in its register, unless the round is open. The previous round must be decided."""
         round_, held = await self._held(number)
         if round_.number < number:
             await self._registers.swap(self._register(number), held, number * 2 * _DECIDED)
 
     async def _arrive(self, number: int, header: bytes, parts: Sequence[Tensor]) -> bool:
-        """Contribute to a round; return False if it was decided before."""
+        """Contribute to a round; return False if the round was decided before the contribution."""
         await self._open(number)
         round_, held = await self._held(number)
         if round_.number == number and not round_.decided:
@@ -264,7 +265,7 @@ class Rounds:
     # ----------------------------------------------------------------------------------- waiting for the end of a round
 
     async def _end_of(self, number: int, ends: float) -> Round:
-        """Wait until a round is decided. Decide it if no rank is awaited any more, or ``ends`` has passed."""
+        """Wait until a round is decided. Decide the round when no rank is awaited any more, or ``ends`` has passed."""
         while True:
             round_, held = await self._look(number)
             if round_.decided:
@@ -279,8 +280,8 @@ class Rounds:
     async def _awaits(self, round_: Round) -> int:
         """Return the bits of the ranks that a round still waits for.
 
-        They are the ranks of the round before and the ranks that have announced themselves, except those that have
-        contributed, left, died or been replaced.
+        A round waits for the ranks of the previous round and for ranks that have announced that they join again. It
+        does not wait for ranks that have contributed, left, died or been replaced.
         """
         coming = await self._registers.load(self._coming)
         before, _ = await self._held(round_.number - 1)
@@ -295,7 +296,7 @@ class Rounds:
         return awaited
 
     async def _forget(self, late: int) -> None:
-        """Clear the announcements of late ranks: rounds wait for such a rank only when it announces itself again."""
+        """Clear the announcements of late ranks. Rounds wait for such a rank only after its next announcement."""
         for rank in range(self._size):
             if late >> rank & 1:
                 await set_bit(self._registers, self._coming, 1 << rank, False)
@@ -309,7 +310,7 @@ class Rounds:
         return area_of(self._lane, number, rank, self._size)
 
     async def _held(self, number: int) -> tuple[Round, int]:
-        """Return the round that is now in this round's register, and the register's value."""
+        """Return the round that now uses the register of round ``number``, and the register's value."""
         held = await self._registers.load(self._register(number))
         return self._round(number, held), held
 
@@ -319,9 +320,9 @@ class Rounds:
         return Round(held // (2 * _DECIDED), bool(held & _DECIDED), held & (_DECIDED - 1))
 
     async def _look(self, number: int) -> tuple[Round, int]:
-        """Return the state of a round to which this rank came, and the value of its register.
+        """Return the state of a round in which this rank takes part, and the value of its register.
 
-        :raises LeftBehindError: a later round has the register.
+        :raises LeftBehindError: a later round uses the register.
         """
         round_, held = await self._held(number)
         if round_.number != number:

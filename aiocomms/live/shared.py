@@ -1,7 +1,7 @@
 """Registers and areas in memory that processes of one host share.
 
-The memory has no name, and exists as long as a process has it open. A joining process opens it through ``/proc`` of a
-process that has it. So no memory is left behind when processes die.
+The memory has no name, and exists as long as a process has it open. A joining process opens the memory through
+``/proc``, at another process that has it open. So no memory remains when all processes have died.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.progress.driver import Bell, LoopDriver
 
 _LINE: Final = 64
-"""The bytes per register: a cache line each."""
+"""The bytes per register: one cache line."""
 _ALL: Final = 2**32 - 1
-"""The number in a datagram that wakes the ranks that wait for any register."""
+"""The register number in a datagram to all waiting ranks, whatever register they wait for."""
 _NUMBER: Final = struct.Struct("<I")
 _LENGTHS: Final = struct.Struct("<QQ")
 """The beginning of an area: the lengths of its header and of its data."""
 _HEAD: Final = HEADER + _LENGTHS.size
 """The bytes of an area before its data."""
 _WORDS: Final = place_of(MOST_RANKS) + LANES * PER_LANE
-"""The number of words: the registers, then for each lane's register a word with the bits of the ranks that sleep."""
+"""The number of 64-bit words: the registers, and for each lane's register a word with the bits of sleeping ranks."""
 _AREAS: Final = (_WORDS * _LINE + _HEAD - 1) // _HEAD * _HEAD
 _UNWATCHED: Final = -1
-"""The mark of a process that cannot be watched, and counts as alive."""
+"""The mark of a process whose death cannot be detected, and which therefore counts as alive."""
 
 
 def size_of(size: int, capacity: int) -> int:
-    """Return the size of a group's memory in bytes. The kernel provides only the pages that were written."""
+    """Return the size of a group's memory in bytes. The kernel allocates only pages that were written."""
     return _AREAS + LANES * 2 * size * _stride(capacity)
 
 

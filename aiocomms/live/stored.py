@@ -17,7 +17,7 @@ from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.ops import buffers
 
 _PAUSE: Final = 0.005
-"""The seconds between two looks at a register. A store does not notify ranks of changes."""
+"""The seconds between two reads of a register, because a store does not notify ranks of changes."""
 _LENGTH: Final = 4
 """The bytes of a header's length."""
 

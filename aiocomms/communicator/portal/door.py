@@ -125,7 +125,7 @@ class Door:
             )
 
     def nobody(self) -> CommError | None:
-        """Wake the loop again, in case a wake-up was lost. Return the error if the loop makes no more calls, or None."""
+        """Wake the loop, in case a wake-up was lost. Return the error if the loop makes no more calls, or None."""
         if os.getpid() != self._process:
             return self.refusal()
         return None if self.core.driver.call_threadsafe(self.progress) else self.refusal()

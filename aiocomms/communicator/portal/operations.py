@@ -95,8 +95,8 @@ class Operations(Issuer):
 class BlockingLane(Operations):
     """A :class:`~aiocomms.Lane` in blocking form. Any thread but the event loop's may use it; see :meth:`Portal.lane`.
 
-    ``with comm.lane(key):`` makes the lane current on this thread. Within the block, calls on the communicator's portal
-    run in the lane.
+    ``with comm.lane(key):`` makes the lane current on this thread. Within the block, this thread's calls on the
+    communicator or its portal run in the lane.
     """
 
     rank: int
