@@ -1,9 +1,9 @@
 """The operations as data: one record type per operation, with its argument checks and its result.
 
-A record says which operation was called, with which arguments. Transports and ``aiocomms.lowering`` carry it out.
-Records of one ``kind`` move the same data, and differ only in the tensors that hold it. For example, ``all_gather``,
-``all_gather_v`` and ``all_gather_single`` are all of kind ``"all_gather"``, with one output chunk per rank. A transport
-that handles every kind therefore handles every operation.
+A record describes one operation and its arguments. Transports and ``aiocomms.lowering`` execute the operation. Records
+of one ``kind`` move the same data, and differ only in the layout of their tensors. For example, ``all_gather``,
+``all_gather_v`` and ``all_gather_single`` are all of kind ``"all_gather"``, with one output chunk per rank. So a
+transport that implements all kinds implements all operations.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from aiocomms.ops._rma import (
 )
 
 ARRIVALS: frozenset[type[Op]] = frozenset({Probe, Take})
-"""The ops that a transport of messages must also carry if programs are to probe, or receive from any rank."""
+"""The ops that a transport must carry, besides ``P2P``, so that programs can probe and can receive from any rank."""
 P2P: frozenset[type[Op]] = frozenset({Send, Recv, Batch})
 COLLECTIVES: frozenset[type[Op]] = frozenset(
     {
@@ -90,7 +90,7 @@ COLLECTIVES: frozenset[type[Op]] = frozenset(
     }
 )
 SCANS: frozenset[type[Op]] = frozenset({Scan, Exscan})
-"""Collectives that a transport need not carry, even if it carries all others: the core makes them of messages."""
+"""The collectives that a transport of collectives need not carry, because the core can implement them by messages."""
 RMA: frozenset[type[Op]] = frozenset(
     {
         CompareSwap,
@@ -107,7 +107,7 @@ RMA: frozenset[type[Op]] = frozenset(
     }
 )
 RUNS: frozenset[type[Op]] = frozenset({PutV, GetV})
-"""Puts and gets of equal runs, which a transport with RMA need not carry: the core starts one op per run."""
+"""Puts and gets of runs, which a transport with RMA need not carry, because the core can start one op per run."""
 
 __all__ = [
     "ARRIVALS",

@@ -1,6 +1,6 @@
 """Records of ops that messages of several ranks may match: probes, and receives from any of these ranks.
 
-Transports carry :class:`Probe` and :class:`Take`. The core makes the others of these two, see
+Transports implement :class:`Probe` and :class:`Take`. The core builds the other ops from these two ops, see
 :mod:`aiocomms.lowering.arrivals`.
 """
 
@@ -21,11 +21,11 @@ from aiocomms.ops._p2p import Recv
 from aiocomms.ops.checks import CheckedComm
 
 Source = int | Sequence[int] | None
-"""The source of a message: one rank, some of them, or any."""
+"""The source of a message: one rank, one of several ranks, or any rank."""
 
 
 class Message(NamedTuple):
-    """A message that has arrived, and that no receive has taken yet."""
+    """A message that has arrived, and that no receive has taken at that time."""
 
     src: int
     """The rank that sent the message."""
@@ -54,8 +54,8 @@ class Received(NamedTuple):
 class Probe(Op, frozen=True, eq=False):
     """A wait, in a transport, for a message from rank ``src`` that a receive can take.
 
-    A probe takes no message. It ends with the value of :meth:`message`. If no message can come any more, it fails as a
-    receive does.
+    A probe takes no message. Its result is the value of :meth:`message`. If no message can arrive any more, the probe
+    fails as a receive does.
     """
 
     name = kind = "probe"
@@ -65,7 +65,7 @@ class Probe(Op, frozen=True, eq=False):
     tag: int = 0
     channel: int = USER
     more: bool = False
-    """True if other probes follow at once, or the caller has no time: the transport looks once, and does not linger."""
+    """True if the transport must look only once, because other probes follow at once or the caller cannot wait."""
 
     def message(self, nbytes: int, dtype: torch.dtype) -> Message:
         """Return the value with which a transport completes the probe."""
@@ -75,7 +75,7 @@ class Probe(Op, frozen=True, eq=False):
 class Take(Recv, frozen=True, eq=False):
     """A receive, in a transport, of a message from rank ``src`` that has already arrived.
 
-    A take does not wait: if no such message is there, it ends with the value False, and receives nothing.
+    A take does not wait. If no such message has arrived, its result is False, and it receives nothing.
     """
 
     withdrawable = False

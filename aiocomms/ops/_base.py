@@ -15,14 +15,14 @@ from aiocomms.ops.checks import CheckedComm
 Family = Literal["p2p", "collectives", "rma"]
 
 USER, COLLECTIVE, STREAM, STREAM_DATA, OBJECT, OBJECT_DATA, RMA_REQUEST, RMA_DATA, RMA_REPLY = range(9)
-"""Channels separate the messages of the library's own protocols from the user's; there are at most 16 of them."""
+"""The channels, at most 16. They separate the messages of the library's own protocols from the user's messages."""
 
 Buffers = list[tuple[str, Tensor]]
 """Tensors, each with its name in error messages."""
 
 
 class TensorLike(Protocol):
-    """A ``torch.Tensor``, or an array whose memory torch can share: of NumPy, CuPy, or another library with DLPack."""
+    """A ``torch.Tensor``, or an array of NumPy, CuPy or another library with DLPack, whose memory torch can share."""
 
     def __dlpack__(self) -> Any:
         """Export the memory, as the Python array API standard defines it."""
@@ -34,9 +34,9 @@ class TensorLike(Protocol):
 if TYPE_CHECKING:
 
     class AsTensor:
-        """The type of a field that takes a tensor or an array, and that is read as a tensor.
+        """The type of a field that the program sets to a tensor or an array, and that the library reads as a tensor.
 
-        :func:`aiocomms.ops.arrays.checked` replaces an array by a tensor. Only a check reads the field before that.
+        :func:`aiocomms.ops.arrays.checked` replaces an array by a tensor. Before that, only a check reads the field.
         """
 
         @overload
@@ -105,7 +105,7 @@ def shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
 
 @cache
 def tensor_of(cls: type[Op]) -> str | None:
-    """Return the name of the field with an op type's main tensor, such as all_gather's input; None if there is none."""
+    """Return the name of the field with an op type's main tensor, such as the input of all_gather, or None."""
     return next((name for name in ("tensor", "input", "output") if name in cls.__struct_fields__), None)
 
 
@@ -113,7 +113,7 @@ _READ_SIZE: dict[type[Op], Callable[[Any], int]] = {}
 
 
 def size_of(op: Op) -> int:
-    """Return the bytes of an op's main tensor on this rank; 0 for a barrier, a batch or an object, which have none."""
+    """Return the bytes of an op's main tensor on this rank; 0 for a barrier, a batch or an object without a tensor."""
     try:
         return _READ_SIZE[type(op)](op)
     except KeyError:

@@ -57,7 +57,7 @@ class AllGather(_AllGather, frozen=True, eq=False):
 
 
 class AllGatherV(AllGather, frozen=True, eq=False):
-    """The op :class:`AllGather` with a shape that may differ from rank to rank."""
+    """The op :class:`AllGather`, for tensors whose shapes may differ between ranks."""
 
     name = "all_gather_v"
     equal = False
@@ -302,7 +302,7 @@ class AllToAllSingle(_AllToAll, frozen=True, eq=False):
 
 
 class AllToAllVSingle(_AllToAll, frozen=True, eq=False):
-    """The op :class:`AllToAllSingle` with a number of rows that may differ for each pair of ranks."""
+    """The op :class:`AllToAllSingle`, where the number of rows may differ for each pair of ranks."""
 
     name = "all_to_all_v_single"
     output: AsTensor

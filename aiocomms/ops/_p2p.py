@@ -14,8 +14,8 @@ from aiocomms.ops.checks import CheckedComm
 class Send(Op, frozen=True, eq=False):
     """A send of ``tensor`` to rank ``dst``.
 
-    A receive matches a message of the same source, channel and tag. Matching messages and receives pair up in the
-    order in which they were posted.
+    A receive matches a message with the same source, channel and tag. Messages and receives that match each other are
+    paired in the order in which they were posted.
 
     :param tag: a signed 64-bit integer.
     :param channel: the purpose of the message, 0 to 8.

@@ -17,7 +17,8 @@ from aiocomms.ops.reductions import SUPPORTED, ReduceOp
 def _reducible(op: ReduceOp, tensor: Tensor) -> None:
     """Check that an operator is defined for a tensor's dtype.
 
-    The method that makes the record also takes names of operators, and checks that ``op`` is a :class:`ReduceOp`.
+    The method that creates the record also accepts names of operators. The method has checked that ``op`` is a
+    :class:`ReduceOp`.
     """
     if tensor.dtype not in SUPPORTED[op.kind]:
         wanted = ", ".join(sorted(map(str, SUPPORTED[op.kind])))
@@ -25,7 +26,7 @@ def _reducible(op: ReduceOp, tensor: Tensor) -> None:
 
 
 class InPlace(Op, frozen=True, eq=False):
-    """The base of ops that read and write one ``tensor``. The root of a broadcast only reads it."""
+    """The base class of ops that read and write one ``tensor``. The root of a broadcast only reads the tensor."""
 
     tensor: AsTensor
 
@@ -166,14 +167,14 @@ class ReduceScatter(_ReduceScatter, frozen=True, eq=False):
 
 
 class ReduceScatterV(ReduceScatter, frozen=True, eq=False):
-    """The op :class:`ReduceScatter` with a shape that may differ from rank to rank."""
+    """The op :class:`ReduceScatter`, for tensors whose shapes may differ between ranks."""
 
     name = "reduce_scatter_v"
     equal = False
 
 
 class ReduceScatterSingle(_ReduceScatter, frozen=True, eq=False):
-    """The op in which rank ``r``'s ``output`` receives the reduction of all ranks' ``r``-th chunk of ``input``."""
+    """The op in which rank ``r``'s ``output`` receives the reduction of chunk ``r`` of all ranks' ``input``."""
 
     name = "reduce_scatter_single"
     output: AsTensor

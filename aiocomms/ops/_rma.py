@@ -23,7 +23,7 @@ class WindowInfo(msgspec.Struct, eq=False, weakref=True):
     """The state of one window, shared by :class:`aiocomms.Window`, the records of operations and the transports."""
 
     handle: Any
-    """The value with which the transport completed the op ``WindowOpen``."""
+    """The handle with which the transport completed the op ``WindowOpen``."""
     tensor: Tensor
     """This rank's part of the window."""
     sizes: list[int]
@@ -93,7 +93,7 @@ class WindowOpen(_Rma, frozen=True, eq=False):
 
 
 class WindowClose(_OnWindow, frozen=True, eq=False):
-    """The closing of a window, once all ranks' operations on it have ended. Collective."""
+    """The closing of a window, after all ranks' operations on the window have ended. Collective."""
 
     name = kind = "close_window"
 
@@ -151,7 +151,7 @@ NOTHING = buffers.empty(0, dtype=torch.int64, device="cpu")
 
 @unaffected
 def places(name: str, values: object) -> Tensor:
-    """Return the given indices, of each run's first element, as a one-dimensional int64 tensor on the CPU.
+    """Return the indices of the runs' first elements as a one-dimensional int64 tensor on the CPU.
 
     :param name: the argument's name, for the error.
     :param values: such a tensor, which is returned unchanged, or a list or tuple of ints.
@@ -178,7 +178,7 @@ def _ends(values: Tensor) -> tuple[int, int]:
 
 
 class _Runs(_OnWindow, frozen=True, eq=False):
-    """The base class of ops on equal runs of elements, each run with its own source and target offset."""
+    """The base class of ops on runs of elements of equal length. Each run has its own source and target offset."""
 
     def _check_runs(self, op: PutV | GetV, rank_name: str, rank: int, group: CheckedComm) -> None:
         self._check_target(rank_name, rank, group)
@@ -204,7 +204,7 @@ class _Runs(_OnWindow, frozen=True, eq=False):
 class PutV(_Runs, frozen=True, eq=False):
     """A :class:`Put` of runs of ``count`` elements.
 
-    Run ``i`` goes from ``starts[i]`` in ``tensor`` to ``offsets[i]`` in rank ``dst``'s part of the window.
+    Run ``i`` is copied from ``starts[i]`` in ``tensor`` to ``offsets[i]`` in rank ``dst``'s part of the window.
     """
 
     name = kind = "put_v"
@@ -231,7 +231,7 @@ class PutV(_Runs, frozen=True, eq=False):
 class GetV(_Runs, frozen=True, eq=False):
     """A :class:`Get` of runs of ``count`` elements.
 
-    Run ``i`` goes from ``offsets[i]`` in rank ``src``'s part of the window to ``starts[i]`` in ``tensor``.
+    Run ``i`` is copied from ``offsets[i]`` in rank ``src``'s part of the window to ``starts[i]`` in ``tensor``.
     """
 
     name = kind = "get_v"
@@ -317,7 +317,7 @@ class Flush(_OnWindow, frozen=True, eq=False):
 
 
 class MapRemoteTensor(_OnWindow, frozen=True, eq=False):
-    """The mapping of rank ``rank``'s part of the window. The result is a tensor over that part, in shared memory."""
+    """The mapping of rank ``rank``'s part of the window. The result is a tensor in the shared memory of that part."""
 
     name = kind = "map_remote_tensor"
     rank: int

@@ -1,8 +1,7 @@
-"""Values that travel beside an object's encoding, in separate messages: large tensors, bytes and ASCII strings.
+"""The values of an object that are sent in separate messages: large tensors, bytes and ASCII strings.
 
-This module copies no value without need. The memory of a contiguous tensor on the communicator's device is the message
-itself, and so is the memory of bytes and strings. A receive writes straight into a new tensor, bytes or str that no
-other code has yet.
+This module avoids copies. A message is sent directly from the memory of bytes, a string, or a contiguous tensor on the
+communicator's device. A receive writes directly into a new tensor, bytes or str that no other code uses yet.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ APART_BYTES = 32 * 1024
 """The least size in bytes with which a tensor, bytes or ASCII string becomes a separate message."""
 
 MAX_APART = 2**14
-"""The largest number of messages that an object may have beside its encoding."""
+"""The largest number of separate messages of an object, without its encoding."""
 
 Item = Tensor | bytes | str
-"""A value that travels as a separate message."""
+"""A value that is sent as a separate message."""
 
 # Python's C functions make bytes and strings that are filled before any other code sees them.
 _new_bytes: Any = ctypes.pythonapi.PyBytes_FromStringAndSize
@@ -58,7 +57,7 @@ def message(item: Item, device: torch.device) -> Tensor:
 
 
 def is_message(item: Item, device: torch.device) -> bool:
-    """Return whether :func:`message` copies nothing."""
+    """Return whether :func:`message` makes no copy of an item."""
     if not isinstance(item, Tensor):
         return device.type == "cpu"
     return item.device == device and item.is_contiguous() and not item.is_conj() and not item.is_neg()
@@ -103,8 +102,8 @@ class Landing:
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], nbytes: int, on_device: bool) -> Tensor:
         """Return a new tensor, on the communicator's device or on the CPU, whose data arrives later.
 
-        :raises ProtocolError: the encoding has more bytes than announced, or too many values, or no such tensor can be
-            made.
+        :raises ProtocolError: the encoding has more bytes than its sender announced, or too many values, or such a
+            tensor cannot be made.
         """
         self._take(nbytes)
         fresh = new_tensor(dtype, shape, self.device if on_device else "cpu")
@@ -136,7 +135,7 @@ class Landing:
 
     @property
     def unsettled(self) -> bool:
-        """True if :meth:`settle` has work to do."""
+        """True if :meth:`settle` has anything to copy or to check."""
         return bool(self._staged or self._texts)
 
     def settle(self) -> None:

@@ -1,7 +1,7 @@
-"""Arrays and numbers of other libraries as arguments of ops: an array that exports DLPack serves as a tensor.
+"""Arrays and numbers of other libraries as arguments of ops. An array that exports DLPack is accepted as a tensor.
 
-A number of another library serves as an int. Arrays are not copied. Tensors cost no extra time, because the code looks
-for arrays only after a check has failed.
+An integer of another library is accepted as an int. Arrays are not copied. Tensors cost no extra time, because the code
+looks for arrays only after a check has failed.
 
 torch does not check whether exported memory is read-only or a copy, and a negative stride ends the process. So this
 module checks an array's export before torch gets it. The layout is that of ``dlpack.h``, version 1.0 and earlier 0.x.
@@ -34,7 +34,7 @@ _SMALL: Final = {
     for dtype in checks.DTYPES - {torch.float16}
     if dtype.is_floating_point and dtype.itemsize <= 2
 }
-"""Dtypes of one or two bytes, by name, that NumPy gets from the package ``ml_dtypes`` and does not export."""
+"""Dtypes of one or two bytes, by name, from the package ``ml_dtypes``. NumPy does not export arrays of these dtypes."""
 _NEGATIVE: Final = 1 << 56
 """The least stride that counts as negative, because CuPy 14 divides negative strides as unsigned numbers."""
 _WORDS: Final = {1: torch.uint8, 2: torch.uint16}
@@ -50,7 +50,7 @@ _address_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char
 def checked(op: Asked, group: CheckedComm) -> Asked:
     """Check an op, and return it with tensors instead of arrays and with ints instead of other numbers.
 
-    An await of the returned op gives ``op.result()`` of the original op.
+    The work of the returned op must return ``op.result()`` of the original op.
 
     :raises ArgumentError: :meth:`Op.check` raises it, or an array cannot serve as a tensor.
     """

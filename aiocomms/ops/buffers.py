@@ -1,7 +1,7 @@
-"""The functions that make the library's buffers, unaffected by any mode that a program has switched on in torch.
+"""The functions that make the library's buffers. Modes of torch that a program has switched on do not affect them.
 
-Each buffer is on the given device, not on torch's default device. It is an ordinary tensor even within inference mode
-or a dispatch mode such as ``FakeTensorMode``.
+Each buffer is on the given device, not on torch's default device. Each buffer is an ordinary tensor, even within
+inference mode or a dispatch mode such as ``FakeTensorMode``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Device = torch.device | str
 def empty(*shape: Any, dtype: torch.dtype, device: Device) -> Tensor:
     """Return a tensor whose elements are not set.
 
-    :param shape: integers, or one sequence of them.
+    :param shape: integers, or one sequence of integers.
     """
     return torch.empty(*shape, dtype=dtype, device=device)
 
 
 @unaffected
 def zeros(*shape: Any, dtype: torch.dtype, device: Device) -> Tensor:
-    """Return a new tensor of zeros. It takes the parameters of :func:`empty`."""
+    """Return a new tensor of zeros. The parameters are those of :func:`empty`."""
     return torch.zeros(*shape, dtype=dtype, device=device)
 
 

@@ -1,8 +1,8 @@
 """The argument checks. They raise an error about a wrong argument before anything is sent.
 
-Each error names the argument, the given value and the wanted value. The check of a tensor costs about 0.5 µs, or 0.2 µs
-if the transport has a faster check. One chain of cheap attribute reads decides the common case. Code looks for the
-reason of a failure only after a check has failed.
+Each error names the argument, the given value and the expected value. The check of a tensor takes about 0.5 µs, or
+0.2 µs if the transport has a faster check. In the common case one chain of fast attribute reads is enough. Only after
+a check has failed, slower code finds the reason of the failure.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _unreadable(name: str, tensor: object, device: torch.device) -> ArgumentErro
 
 
 def same(name: str, got: torch.Tensor, like_name: str, like: torch.Tensor, *, shape: bool = True) -> None:
-    """Check that two tensors have the same dtype and, if ``shape``, the same shape."""
+    """Check that two tensors have the same dtype and, if ``shape`` is true, the same shape."""
     if got.dtype != like.dtype or (shape and got.shape != like.shape):
         what = describe(like) if shape else f"dtype {str(like.dtype).removeprefix('torch.')}"
         raise ArgumentError(f"{name} is {describe(got)}, wanted {what} as {like_name}")
@@ -225,7 +225,7 @@ def disjoint(outputs: Sequence[tuple[str, torch.Tensor]], inputs: Sequence[tuple
 
 
 def apart(out_name: str, output: torch.Tensor, in_name: str, input: torch.Tensor) -> None:
-    """Check that one output and one input share no memory, as :func:`disjoint` does."""
+    """Check that one output and one input share no memory, as :func:`disjoint` does for lists."""
     out, into = output.data_ptr(), input.data_ptr()
     if out < into + input.nbytes and into < out + output.nbytes:
         disjoint([(out_name, output)], [(in_name, input)])

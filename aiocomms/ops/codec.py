@@ -1,6 +1,6 @@
-"""The encoding of tensors and Python objects as bytes: of a closed set of types, or by pickle if both ends ask for it.
+"""The encoding of tensors and Python objects as bytes: for a fixed set of types, or by pickle if both ends ask for it.
 
-The decoder checks received bytes before it uses them. It trusts no length beyond the bytes that were received.
+The decoder checks received bytes before it uses them. It accepts no length that exceeds the received bytes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MAX_DEPTH = 100
 """The largest number of levels of a nested object."""
 
 MAX_OBJECT_BYTES = 64 * 2**20
-"""The largest size of an encoded object in bytes, with the values that travel beside its encoding."""
+"""The largest size of an encoded object in bytes, with the values that are sent separately."""
 
 MAX_ITEMS = 2**20
-"""The largest number of values in an object. A value of one encoded byte takes up to a hundred bytes when decoded."""
+"""The largest number of values in an object. A value that is encoded in one byte can need 100 bytes when decoded."""
 
 _encoder = msgspec.msgpack.Encoder()
 _DTYPES = sorted(DTYPES, key=str)
@@ -45,7 +45,7 @@ TENSOR_BYTES = _TENSOR.size
 _TUPLE, _TENSOR_EXT, _DTYPE, _DEVICE, _SIZE, _TENSOR_APART, _BYTES_APART, _STR_APART = range(1, 9)
 
 Apart = list[Item]
-"""The values that travel beside an object's encoding; see :mod:`aiocomms.ops.apart`."""
+"""The values of an object that are sent separately; see :mod:`aiocomms.ops.apart`."""
 
 
 def describe_tensor(tensor: Tensor, name: str = "tensor") -> bytes:
@@ -82,9 +82,9 @@ def encode(value: Any, *, pickle: bool = False, apart: Apart | None = None) -> b
 
     :param value: an object that consists of None, bool, int (64 bits), float, str, bytes, list, tuple, dict, and
         torch's Tensor, dtype, device and Size.
-    :param pickle: whether to use pickle, which takes any object. The receiver must ask for pickle too.
+    :param pickle: whether to use pickle, which accepts any object. The receiver must ask for pickle, too.
     :param apart: a list that gets the large tensors, bytes and ASCII strings, and the tensors that are not on the CPU.
-        The encoding only describes these values. If ``apart`` is None, the encoding holds everything.
+        The encoding only describes these values. If ``apart`` is None, the encoding contains all values.
     :raises ArgumentError: the object holds a value of another type, or the object is nested too deep or is too large.
     """
     if pickle:
@@ -118,7 +118,7 @@ def decode(data: bytes | bytearray | memoryview, *, pickle: bool = False, landin
     """Decode an object that :func:`encode` encoded.
 
     :param pickle: whether the bytes are a pickle, and this rank has asked for pickle.
-    :param landing: allocates memory for the values that travel beside the encoding; None if there are none.
+    :param landing: the object that allocates memory for the values that are sent separately; None: there are none.
     :raises ProtocolError: the bytes do not encode an object.
     """
     if pickle:
@@ -149,7 +149,7 @@ _FIXED: Final = {
 def count_items(data: bytes | bytearray | memoryview, depth: int = 0) -> int:
     """Count the values in a msgpack message, including the values in its tuples.
 
-    Stop counting a little above :data:`MAX_ITEMS`. This function reads only the values' heads, and creates no object.
+    The count stops a little above :data:`MAX_ITEMS`. This function reads only the values' heads, and creates no object.
     The decoder refuses invalid bytes later.
     """
     view, at, count = memoryview(data), 0, 0

@@ -1,8 +1,8 @@
 """Modes of torch that a program has switched on, and in which the library's code must not run.
 
-A mode belongs to a thread, so all tasks of a loop share it. If a task awaits within ``with FakeTensorMode():`` or
-``with torch.inference_mode():``, the loop runs all other code in that mode meanwhile. A buffer that the library makes
-then would be fake, or would not be writable later.
+A mode belongs to a thread, so all tasks of a loop share the mode. While a task awaits within ``with FakeTensorMode():``
+or ``with torch.inference_mode():``, the loop runs all other tasks in that mode. A buffer that the library makes in this
+time would be fake, or would not be writable later.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pickles of objects, up to a size limit. The pickle of a tensor omits memory that the tensor does not show."""
+"""Pickles of objects, up to a size limit. The pickle of a tensor omits storage that the tensor does not view."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _PickleSink:
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that omits memory that a tensor does not show."""
+    """A pickler that omits the part of a tensor's storage that the tensor does not view."""
 
     def __init__(self, sink: _PickleSink) -> None:
         super().__init__(sink)

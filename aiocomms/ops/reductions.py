@@ -1,4 +1,4 @@
-"""Reduction operators: the dtypes for which each one is defined, and its combination of tensors."""
+"""Reduction operators: the dtypes for which each operator is defined, and the combination of tensors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 class ReduceOp(msgspec.Struct, frozen=True):
     """A reduction operator, which combines the values of several ranks into one.
 
-    The operators are ``ReduceOp.SUM`` and its siblings in the table, and ``ReduceOp.PREMUL_SUM(factor)``.
+    The operators are ``ReduceOp.SUM`` and the others in the table. ``ReduceOp.PREMUL_SUM(factor)`` has an argument.
 
     ======================  ============================================
     operator                dtypes
@@ -151,7 +151,7 @@ def lift(op: ReduceOp, tensor: Tensor) -> Tensor:
 def combine(op: ReduceOp, accumulator: Tensor, tensor: Tensor) -> None:
     """Compute ``accumulator = accumulator op tensor``.
 
-    The accumulator has the dtype that :func:`lift` gives it. The factor of PREMUL_SUM is already applied to both.
+    The accumulator has the dtype of the result of :func:`lift`. The factor of PREMUL_SUM is already applied to both.
     """
     with writing(accumulator):
         if (signed := _SIGNED.get(accumulator.dtype)) is None:
@@ -161,7 +161,7 @@ def combine(op: ReduceOp, accumulator: Tensor, tensor: Tensor) -> None:
 
 
 def _combine_signed(op: ReduceOp, accumulator: Tensor, tensor: Tensor) -> None:
-    """Combine the bits of unsigned integers. With the highest bit flipped they are ordered as signed integers are."""
+    """Combine unsigned integers as signed integers. With the highest bit flipped, both have the same order."""
     ordered = op.kind in ("min", "max")
     highest = torch.iinfo(accumulator.dtype).min
     if ordered:
@@ -173,7 +173,7 @@ def _combine_signed(op: ReduceOp, accumulator: Tensor, tensor: Tensor) -> None:
 
 
 def lower(op: ReduceOp, accumulator: Tensor, size: int, out: Tensor) -> None:
-    """Finish a reduction over ``size`` ranks, and write the result to ``out``."""
+    """Finish a reduction of ``size`` ranks, and write the result to ``out``."""
     if op.kind == "avg":
         with writing(accumulator):
             accumulator.div_(size)

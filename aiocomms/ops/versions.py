@@ -1,4 +1,4 @@
-"""Autograd's versions of tensors. This module raises them for writes that torch itself does not see."""
+"""Autograd's version counters of tensors. This module increments them for writes that torch does not notice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _one_by_one(tensors: Sequence[Tensor]) -> None:
 
 
 def _increment() -> Callable[[Sequence[Tensor]], None]:
-    """Return torch's function that raises versions. It takes several tensors at once from some release after 2.4 on."""
+    """Return torch's function that increments versions. In new releases of torch it accepts several tensors at once."""
     try:
         torch._C._increment_version([])
     except TypeError:
@@ -30,10 +30,10 @@ _increment_versions = _increment()
 
 
 def note_writes(op: Op, rank: int) -> None:
-    """Increase the autograd version of each tensor that an op of this rank writes. The op may write until it ends.
+    """Increment, at the start of an op, the autograd version of each tensor that the op writes on this rank.
 
-    Autograd compares the versions, and then refuses a gradient that needs an old value. All views of one tensor share a
-    version. Only torch's own operations increase the version by themselves.
+    Autograd compares versions, and refuses to compute a gradient from an overwritten value. All views of one tensor
+    share a version. Only torch's own operations increment the version by themselves.
     """
     if isinstance(op, InPlace):  # No list of pairs is built for these frequent ops.
         written = [] if type(op) is Broadcast and op.root == rank else [op.tensor]

@@ -1,8 +1,8 @@
 """Reads and writes of a program's tensors as bytes, also of tensors that were made in torch's inference mode.
 
-An inference tensor may be written in inference mode only. The code that ends an operation runs on the loop, outside
-that mode. That code cannot run in the mode as a whole, because tensors that it allocates, such as an object's, would
-become inference tensors.
+An inference tensor can be written only in inference mode. The code that ends an operation runs on the loop, outside
+this mode. The mode cannot be switched on for all of that code, because new tensors, such as those of a received object,
+would become inference tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def writing(tensor: Tensor) -> AbstractContextManager[object]:
 
 
 def ordinary(tensor: Tensor) -> Tensor:
-    """Return an ordinary tensor itself; for an inference tensor, return an ordinary tensor with the same memory."""
+    """Return an ordinary tensor unchanged. For an inference tensor, return an ordinary tensor with the same memory."""
     return _same_memory(tensor) if tensor.is_inference() else tensor
 
 
@@ -45,7 +45,7 @@ def write(out: Tensor, source: Tensor) -> None:
 
 
 def note_copy(out: Tensor) -> None:
-    """Note a copy into a GPU's memory that was just enqueued on the current stream, for :func:`copies_under_way`."""
+    """Record a copy into GPU memory that was just enqueued on the current stream, for :func:`copies_under_way`."""
     if out.is_cuda and not torch.cuda.is_current_stream_capturing():
         stream = torch.cuda.current_stream(out.device)
         key = out.device.index, stream.cuda_stream
@@ -53,7 +53,7 @@ def note_copy(out: Tensor) -> None:
 
 
 def copies_under_way(gpu: int) -> list[torch.cuda.Event]:
-    """Return events that fire when a GPU has done all noted copies. There is one for each stream."""
+    """Return one event for each stream, which fires when the GPU has done the stream's recorded copies."""
     return [event for (index, _), event in _copies.items() if index == gpu]
 
 
