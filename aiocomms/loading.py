@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 _WITH: Final = ("aiocomms.functional", "aiocomms.serving")
-"""The modules that no other module imports, and that a program may use once it has opened something."""
+"""The modules that no other module imports, and that a program may use after it has opened a communicator."""
 _OF_ANYIO: Final = (
     *("BrokenResourceError", "CancelScope", "ClosedResourceError", "EndOfStream", "Event", "Lock", "Semaphore", "abc"),
     *("create_task_group", "current_effective_deadline", "get_cancelled_exc_class", "lowlevel", "move_on_after"),
@@ -66,7 +66,7 @@ def _load(names: Sequence[str], backend: str) -> None:
 
 
 async def _in_thread(call: Callable[[], None]) -> None:
-    """Run a call in a daemon thread, and await its end on an asyncio loop. The thread survives a cancelled wait."""
+    """Run a call in a daemon thread, and await its end on an asyncio loop. A cancelled wait does not end the call."""
     import asyncio
 
     loop = asyncio.get_running_loop()

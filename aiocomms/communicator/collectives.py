@@ -37,7 +37,7 @@ class Collectives(Reducing):
         :param tensor: the tensor, read on the root and written on other ranks; its shape and dtype are the same on all
             ranks.
         :param root: the rank whose tensor is copied.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -56,7 +56,7 @@ class Collectives(Reducing):
 
         :param outputs: the tensors to write, one per rank.
         :param tensor: this rank's tensor; may be ``outputs[rank]`` itself.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``outputs``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -75,7 +75,7 @@ class Collectives(Reducing):
 
         :param outputs: the tensors to write, one per rank. Each has the shape of that rank's ``tensor``.
         :param tensor: this rank's tensor; may be ``outputs[rank]`` itself.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``outputs``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -94,7 +94,7 @@ class Collectives(Reducing):
 
         :param output: the tensor to write, with ``size`` times the elements of ``input``.
         :param input: this rank's tensor; may be chunk ``rank`` of ``output``.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -115,7 +115,7 @@ class Collectives(Reducing):
 
         :param outputs: the tensors to write, one per rank.
         :param inputs: one tensor per rank.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``outputs``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -136,7 +136,7 @@ class Collectives(Reducing):
 
         :param output: the tensor to write, of the shape of ``input``.
         :param input: a tensor whose dimension 0 is divisible by ``size``.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -159,7 +159,7 @@ class Collectives(Reducing):
         :param input: the tensor with the rows to send, in rank order.
         :param output_split_sizes: the number of rows to receive from each rank.
         :param input_split_sizes: the number of rows to send to each rank.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -181,7 +181,7 @@ class Collectives(Reducing):
         :param output: the tensor to write on this rank; on the root it may be ``inputs[root]`` itself.
         :param inputs: one tensor per rank on the root; ignored elsewhere.
         :param root: the rank that has the inputs.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -204,7 +204,7 @@ class Collectives(Reducing):
         :param outputs: the tensors to write on the root, one per rank; ignored elsewhere.
         :param input: this rank's tensor; on the root it may be ``outputs[root]`` itself.
         :param root: the rank that gets the tensors.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``outputs``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -228,7 +228,7 @@ class Collectives(Reducing):
             elsewhere.
         :param input: this rank's tensor; on the root it may be chunk ``root`` of ``output``.
         :param root: the rank that gets the tensors.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -238,7 +238,7 @@ class Collectives(Reducing):
     def barrier(self, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[None]:
         """Wait until every rank has called ``barrier``.
 
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is None.
         """

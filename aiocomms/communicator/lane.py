@@ -33,7 +33,7 @@ LONGEST = 60
 
 
 class _Current(NamedTuple):
-    """The lane that a ``with`` block has made the current one, and the entry that was current before."""
+    """The lane that a ``with`` block has made current, and the entry that was current before."""
 
     lane: Lane
     before: _Current | None

@@ -261,7 +261,7 @@ class Objects(Issuer):
         :param tag: the tag of the ``recv_object`` that the object matches: a 32-bit signed integer. Objects never match
             receives of tensors.
         :param pickle: whether to send a pickle.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is None.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -282,7 +282,7 @@ class Objects(Issuer):
         :param src: the sending rank.
         :param tag: the tag of the ``send_object`` that the receive matches: a 32-bit signed integer.
         :param pickle: whether to expect a pickle, and load it.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout. If
             no message has arrived at the deadline, only the receive fails, and the communicator stays usable.
         :returns: the work; its result is the object.
@@ -305,7 +305,7 @@ class Objects(Issuer):
         :param obj: the object on the root; ignored elsewhere.
         :param root: the rank whose object is sent.
         :param pickle: whether to send and expect a pickle.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is the object, and on the root a copy of it.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -327,7 +327,7 @@ class Objects(Issuer):
 
         :param obj: this rank's object.
         :param pickle: whether to send and expect pickles.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is the list of objects, in rank order.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -350,7 +350,7 @@ class Objects(Issuer):
         :param obj: this rank's object.
         :param root: the rank that gets the objects.
         :param pickle: whether to send and expect pickles.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is the list of objects, in rank order, on the root, and None elsewhere.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -373,7 +373,7 @@ class Objects(Issuer):
         :param objs: one object per rank on the root; ignored elsewhere.
         :param root: the rank that has the objects.
         :param pickle: whether to send and expect pickles.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is this rank's object.
         :raises ArgumentError: an argument is wrong; nothing was sent.

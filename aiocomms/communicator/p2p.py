@@ -45,7 +45,7 @@ class PointToPoint(Issuer):
         :param tensor: a contiguous tensor of any shape and dtype; it must not be changed until the work is done.
         :param dst: the receiving rank.
         :param tag: the tag of the receives that the message matches: a 32-bit signed integer.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -66,7 +66,7 @@ class PointToPoint(Issuer):
         :param tensor: the tensor to receive into, of the message's dtype and size in bytes.
         :param src: the sending rank.
         :param tag: the tag of the messages that the receive matches: a 32-bit signed integer.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout. If
             no message has arrived at the deadline, only the receive fails, and the communicator stays usable.
         :returns: the work; its result is ``tensor``.
@@ -91,7 +91,7 @@ class PointToPoint(Issuer):
         :param tensor: the tensor to receive into, of the message's dtype and size in bytes.
         :param src: the possible senders, or one rank; None: any rank, this one included if the device is the CPU.
         :param tag: the tag of the messages that the receive matches: a 32-bit signed integer.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: see :meth:`recv`.
         :returns: the work; its result is the sender's rank.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -116,7 +116,7 @@ class PointToPoint(Issuer):
             the message has arrived. No other receive of this loop can take this message. If the function raises or
             returns no fitting tensor, the work fails, and the next receive gets the message. None: the message goes
             into a new flat tensor on the communicator's device.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: see :meth:`recv`.
         :returns: the work; its result is the sender's rank and the tensor.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -138,7 +138,7 @@ class PointToPoint(Issuer):
 
         :param src: see :meth:`recv_any`.
         :param tag: the tag of the messages that the probe matches: a 32-bit signed integer.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: see :meth:`recv`.
         :returns: the work, which is done at once if a message has arrived; its result has the sender and the size.
         :raises ArgumentError: an argument is wrong.
@@ -180,7 +180,7 @@ class Batch(Handle):
 
         If one message fails, unmatched receives are withdrawn. The work fails when all other messages have ended.
 
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: one work for the whole batch; its result is the list of the tensors, in the order added.
         :raises ArgumentError: the batch is empty, or two messages share memory and one of them writes this memory;

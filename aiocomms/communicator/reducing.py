@@ -32,7 +32,7 @@ class Reducing(Issuer):
 
         :param tensor: the tensor to reduce, of the same shape and dtype on all ranks.
         :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -56,7 +56,7 @@ class Reducing(Issuer):
         :param tensor: the tensor to reduce, of the same shape and dtype on all ranks; written on the root only.
         :param root: the rank that gets the result.
         :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -80,7 +80,7 @@ class Reducing(Issuer):
 
         :param tensor: the tensor to reduce, of the same shape and dtype on all ranks.
         :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -107,7 +107,7 @@ class Reducing(Issuer):
 
         :param tensor: the tensor to reduce, of the same shape and dtype on all ranks.
         :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -131,7 +131,7 @@ class Reducing(Issuer):
         :param output: the tensor to write: this rank's result. It may be ``inputs[rank]`` itself.
         :param inputs: one tensor per rank.
         :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -155,7 +155,7 @@ class Reducing(Issuer):
         :param output: the tensor to write: this rank's result. It may be ``inputs[rank]`` itself.
         :param inputs: one tensor per rank, of the shape of that rank's output.
         :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -179,7 +179,7 @@ class Reducing(Issuer):
         :param output: the tensor to write: this rank's chunk. It may be chunk ``rank`` of ``input``.
         :param input: a tensor with ``size`` times the elements of ``output``.
         :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.

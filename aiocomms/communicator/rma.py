@@ -164,7 +164,7 @@ class Window(Handle):
         :param tensor: a tensor of any shape and of the window's dtype; it must not be changed until the work is done.
         :param dst: the rank whose part is written; may be this rank.
         :param offset: the index of the first element to write in the part of ``dst``.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong, or the tensor would not fit; nothing was sent.
@@ -187,7 +187,7 @@ class Window(Handle):
         :param tensor: a tensor of any shape and of the window's dtype; it must not be changed until the work is done.
         :param dst: the rank whose part is written, and that gets the signal; may be this rank.
         :param offset: the index of the first element to write in the part of ``dst``.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong, or the tensor would not fit; nothing was sent.
@@ -215,7 +215,7 @@ class Window(Handle):
             tensor on the CPU. A tensor is faster.
         :param starts: for each run, the index of its first element in the tensor; as many as ``offsets``.
         :param count: the number of elements of each run.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong, or a run would not fit; nothing was sent.
@@ -241,7 +241,7 @@ class Window(Handle):
         :param offsets: for each run, the index of its first element in the part of ``src``, as in :meth:`put_v`.
         :param starts: for each run, the index of its first element in the tensor; as many as ``offsets``.
         :param count: the number of elements of each run.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong, or a run would not fit; nothing was sent.
@@ -263,7 +263,7 @@ class Window(Handle):
         :param tensor: the tensor to read into, of any shape and of the window's dtype.
         :param src: the rank whose part is read; may be this rank.
         :param offset: the index of the first element to read in the part of ``src``.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong, or the part of ``src`` has too few elements; nothing was sent.
@@ -284,7 +284,7 @@ class Window(Handle):
         :param dst: the rank whose part is changed; may be this rank.
         :param offset: the index of the element; the window's dtype must be int32 or int64.
         :param value: the number to add; the sum wraps around.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is the element's value before the addition.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -308,7 +308,7 @@ class Window(Handle):
         :param offset: the index of the element; the window's dtype must be int32 or int64.
         :param expected: the value that the element must have.
         :param value: the value that replaces the expected one.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is the element's old value, which equals ``expected`` if it was replaced.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -324,7 +324,7 @@ class Window(Handle):
         Rank ``dst`` waits for the signal by :meth:`wait_signal`.
 
         :param dst: the rank that gets the signal; may be this rank.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is None.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -337,7 +337,7 @@ class Window(Handle):
         """Wait for one signal of a rank, and consume the signal. Signals that are not yet consumed are counted.
 
         :param src: the rank that signals; may be this rank.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout. If
             no signal has arrived at the deadline, only this op fails, and the communicator stays usable.
         :returns: the work; its result is None.
@@ -351,7 +351,7 @@ class Window(Handle):
         """Wait until all earlier puts of this rank are visible in the parts that they wrote.
 
         :param dst: the rank whose part was written; None: every rank.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is None.
         :raises ArgumentError: an argument is wrong; nothing was sent.
@@ -364,7 +364,7 @@ class Window(Handle):
         """Map a rank's part of the window as a tensor of this process: the memory itself, not a copy.
 
         :param rank: the rank whose part is mapped; may be this rank.
-        :param hints: advice to the transport.
+        :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is a tensor of that rank's shape, valid until the window is closed.
         :raises UnsupportedOperation: the ranks share no memory.

@@ -58,7 +58,8 @@ class Posting:
         """Post an op that has been checked, after it was numbered and recorded.
 
         :param seconds: the seconds until the op's deadline.
-        :param lane: the key of the op's lane, as text. None: the op is in no lane, and a collective is counted.
+        :param lane: the key of the op's lane, as text; None: the op is in no lane. Only collectives outside lanes are
+            counted.
         :returns: the op's work, done or pending.
         """
         if not dispatch_modes() and not in_inference_mode():

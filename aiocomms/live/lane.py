@@ -186,7 +186,7 @@ class LiveLane(Handle):
         :raises MismatchError: ranks have called different ops, or have passed different shapes; the lane stays usable.
         :raises LeftBehindError: the other ranks have completed this call and later calls without this rank.
         :raises CommTimeoutError: the lane's earlier calls have not ended in time; the contribution still counts.
-        :raises CommClosedError: the group is closed, or another process has this place.
+        :raises CommClosedError: the group is closed, or another process has replaced this process.
         """
         word = 0
         if self._place.usable and not self._busy and _is_plain(timeout):

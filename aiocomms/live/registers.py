@@ -10,7 +10,7 @@ from torch import Tensor
 LANES: Final = 256
 """The most lanes of a group."""
 LONG: Final = 2**20
-"""The bytes above which a copy would block the event loop for too long."""
+"""The number of bytes above which a copy would block the event loop for too long."""
 LEFT: Final = 1
 """The value in the register of a rank's place after the rank's process has left."""
 HEADER: Final = 4080
