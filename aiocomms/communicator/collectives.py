@@ -179,7 +179,7 @@ class Collectives(Reducing):
         """Give every rank ``r`` the root's ``inputs[r]``.
 
         :param output: the tensor to write on this rank; on the root it may be ``inputs[root]`` itself.
-        :param inputs: one tensor per rank on the root; ignored elsewhere.
+        :param inputs: one tensor per rank on the root; ignored on other ranks.
         :param root: the rank that has the inputs.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
@@ -201,7 +201,7 @@ class Collectives(Reducing):
     ) -> Work[list[Given] | None]:
         """Gather every rank's tensor on the root; all tensors have the same shape.
 
-        :param outputs: the tensors to write on the root, one per rank; ignored elsewhere.
+        :param outputs: the tensors to write on the root, one per rank; ignored on other ranks.
         :param input: this rank's tensor; on the root it may be ``outputs[root]`` itself.
         :param root: the rank that gets the tensors.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
@@ -225,7 +225,7 @@ class Collectives(Reducing):
         """Gather every rank's tensor, in rank order, into one tensor on the root.
 
         :param output: the tensor to write on the root, with ``size`` times the elements of ``input``; ignored
-            elsewhere.
+            on other ranks.
         :param input: this rank's tensor; on the root it may be chunk ``root`` of ``output``.
         :param root: the rank that gets the tensors.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.

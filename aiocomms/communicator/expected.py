@@ -1,4 +1,4 @@
-"""Standing receives for messages that may come at any time, and the tasks that wait for them."""
+"""Receives that are always pending, for messages that may come at any time, and the tasks that wait for them."""
 
 from __future__ import annotations
 

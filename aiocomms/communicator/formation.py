@@ -134,7 +134,7 @@ async def _counted(rendezvous: StoreRendezvous) -> Callable[[], None] | None:
 
 
 _launched: WeakValueDictionary[tuple[str, int], Store] = WeakValueDictionary()
-"""The launcher's stores by host and port; the communicators that use a store keep it."""
+"""The launcher's stores by host and port. The communicators that use a store keep it alive."""
 
 
 @uncompiled

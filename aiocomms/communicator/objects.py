@@ -302,7 +302,7 @@ class Objects(Issuer):
     ) -> Work[Any]:
         """Give every rank the root's object.
 
-        :param obj: the object on the root; ignored elsewhere.
+        :param obj: the object on the root; ignored on other ranks.
         :param root: the rank whose object is sent.
         :param pickle: whether to send and expect a pickle.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
@@ -352,7 +352,7 @@ class Objects(Issuer):
         :param pickle: whether to send and expect pickles.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
-        :returns: the work; its result is the list of objects, in rank order, on the root, and None elsewhere.
+        :returns: the work; its result is the list of objects, in rank order, on the root, and None on other ranks.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises ProtocolError: the work raises this error in the same cases as the work of :meth:`recv_object`.
         """
@@ -370,7 +370,7 @@ class Objects(Issuer):
     ) -> Work[Any]:
         """Give every rank ``r`` the root's ``objs[r]``.
 
-        :param objs: one object per rank on the root; ignored elsewhere.
+        :param objs: one object per rank on the root; ignored on other ranks.
         :param root: the rank that has the objects.
         :param pickle: whether to send and expect pickles.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.

@@ -30,8 +30,8 @@ class OneSided(Issuer):
     async def new_window(self, tensor: TensorLike, *, timeout: OpTimeout = COMM_TIMEOUT) -> Window:
         """Open a tensor to one-sided access by the other ranks. Collective.
 
-        :param tensor: this rank's part of the window: any size, and the same dtype on all ranks. The window keeps it
-            alive.
+        :param tensor: this rank's part of the window: any size, and the same dtype on all ranks. The window keeps the
+            tensor alive.
         :param timeout: the deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the window, once every rank's part is open.
         :raises ArgumentError: the tensor cannot be opened; nothing was sent.

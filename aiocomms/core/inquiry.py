@@ -30,7 +30,7 @@ PERIOD: Final = 0.5
 _ROOM: Final = 1200
 """The largest number of bytes of a rank's description of its activity; the rest is cut off."""
 _LOOKED_AT: Final = 64
-"""The number of pending ops, oldest first, whose ranks an answer names."""
+"""The most pending ops, oldest first, for which an answer names the awaited ranks."""
 
 
 class Wait(NamedTuple):

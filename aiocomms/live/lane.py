@@ -225,7 +225,7 @@ class LiveLane(Handle):
         return await self._call(f"reduce_scatter({operator})", inputs, result, timeout, alike=True)
 
     async def all_gather(self, tensor: Tensor, *, timeout: OpTimeout = COMM_TIMEOUT) -> Partial[dict[int, Tensor]]:
-        """Gather one tensor per rank.
+        """Gather every rank's tensor on all ranks.
 
         :param tensor: a tensor of any shape, with the same dtype on all ranks.
         :param timeout: as for :meth:`all_reduce`.

@@ -85,7 +85,7 @@ class SharedRegisters:
         """The areas that threads write to."""
         self._wrote = Bell(self._driver)
         self._living: dict[int, int | None] = {}
-        """The file descriptors of processes, by holder; None if the process has died."""
+        """The file descriptors of processes, by process number; None if the process has died."""
         self._name = f"\0aiocomms live {os.fstat(fd).st_ino} "
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._listen()
