@@ -43,7 +43,7 @@ DEFAULT: Final = "world"
 UNNAMED: Final = "endpoint"
 """The default name of an endpoint."""
 FORMING: Final = 600.0
-"""The seconds in which a communicator without a deadline must form. After them an error names the missing ranks."""
+"""The seconds in which a communicator without a deadline must form. Afterwards an error names the missing ranks."""
 SILENCE: Final = 5.0
 """The default number of seconds without a heartbeat after which a rank counts as dead."""
 _HEARTBEAT: Final = "AIOCOMMS_HEARTBEAT"

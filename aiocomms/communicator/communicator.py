@@ -205,7 +205,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         communicator is already lost.
 
         :returns: the error that caused the loss. Every call and every abort hook gets the same error.
-        :raises CommClosedError: this rank closed the communicator before it was lost.
+        :raises CommClosedError: this rank closed the communicator before its loss.
         :raises RuntimeError: the caller is not on the communicator's thread.
         """
         core = self._core
@@ -222,7 +222,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         Idempotent. Pending ops have up to 5 seconds to end. A cancelled close still releases all resources.
 
         :raises RuntimeError: the caller is not on the communicator's thread.
-        :raises CommError: a transport failed while it closed; all other resources are released.
+        :raises CommError: a transport failed to close; all other resources are released.
         """
         self._core.demand_thread("aclose")
         try:
@@ -293,8 +293,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     ) -> Communicator | None:
         """Form communicators of some of the ranks. Collective over this communicator.
 
-        :param ranks: the new communicator's members, as ranks of this one, in their new order. All members pass the
-            same list. A rank that joins no new communicator passes an empty list.
+        :param ranks: the new communicator's members, as ranks of this communicator, in the new order. All members pass
+            the same list. A rank that joins no new communicator passes an empty list.
         :param name: the new communicator's name, the same on all members; None: this communicator's name with a number.
         :param timeout: the new communicator's timeout in seconds, also for its formation, as in
             :func:`aiocomms.new_comm`. The default is the timeout with which this communicator was formed.
@@ -304,7 +304,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             Nothing was sent.
         :raises MismatchError: two ranks pass different groups that have a rank in common, or two members of a group
             pass different names.
-        :raises StoreLostError: the store is lost, and the transport needs it; this communicator stays usable.
+        :raises StoreLostError: the store is lost, and the transport needs the store; this communicator stays usable.
         :raises CommAbortedError: the split failed or was cancelled on another rank. This communicator is lost.
         """
         core = self._core
@@ -376,7 +376,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         again.
 
         :param ranks: the members, as in :meth:`split`.
-        :param name: the name, the same on all members; it distinguishes groups that the members form at the same time.
+        :param name: the name, the same on all members. It distinguishes groups that the members form at the same time.
         :param timeout: see :meth:`split`.
         :raises ArgumentError: an argument is wrong. Nothing was sent.
         :raises CommAbortedError: this communicator is lost; or the new communicator was not formed, for the reasons in
@@ -395,20 +395,20 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     async def reconfigure(
         self, ranks: Sequence[int] | None = None, *, size: int | None = None, timeout: float | timedelta = 10.0
     ) -> Communicator:
-        """Form a communicator that replaces this one, which may be lost. Collective over the remaining ranks.
+        """Form a communicator that replaces this communicator, which may be lost. Collective over the remaining ranks.
 
         This communicator is closed once the new one is formed. Its pending ops go on until that close, unless this
         communicator is lost.
 
-        :param ranks: the remaining ranks, the same on all of them; None: the ranks that call this within the first
-            quarter of ``timeout``.
+        :param ranks: the list of the remaining ranks, the same on all ranks. None: the ranks that call this method
+            within the first quarter of ``timeout``.
         :param size: the new size. Remaining ranks keep their numbers, and newcomers (``new_comm(join=True)``) fill the
             gaps. None: the remaining ranks get new numbers in the old order.
         :raises RuntimeError: the caller is not on the communicator's thread.
         :raises CommError: another task of this rank is already reconfiguring this communicator. Nothing was sent.
-        :raises CommAbortedError: this rank is excluded: the other ranks go on without it.
+        :raises CommAbortedError: the other ranks exclude this rank, and continue without it.
         :raises CommTimeoutError: a rank or newcomer did not arrive in time.
-        :raises StoreLostError: the store is lost, and the transport needs it.
+        :raises StoreLostError: the store is lost, and the transport needs the store.
         """
         core, failure = self._core, self._core.life.failure
         core.demand_thread("reconfigure")

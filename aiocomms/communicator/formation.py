@@ -1,4 +1,4 @@
-"""The formation of a communicator: it finds the ranks, and chooses and opens the transports."""
+"""The code that forms a communicator: it finds the ranks, and chooses and opens the transports."""
 
 from __future__ import annotations
 

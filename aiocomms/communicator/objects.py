@@ -307,7 +307,7 @@ class Objects(Issuer):
         :param pickle: whether to send and expect a pickle.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
-        :returns: the work; its result is the object, and on the root a copy of it.
+        :returns: the work; its result is the object; on the root, a copy of the object.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises ProtocolError: the work raises this error in the same cases as the work of :meth:`recv_object`.
         """

@@ -161,7 +161,7 @@ async def from_process_group(
 
 
 def checked(device: str | torch.device) -> str | torch.device:
-    """Check the name of a device if torch is loaded. Otherwise the formation checks it later.
+    """Check the name of a device if torch is loaded. Otherwise the formation checks the name later.
 
     :raises ArgumentError: the argument names no device.
     """

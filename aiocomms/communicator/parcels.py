@@ -32,7 +32,7 @@ _tags = itertools.count()
 
 
 class Parcel:
-    """An encoded object: its header, its encoding if the header does not hold it, and the values sent separately."""
+    """An encoded object: its header, its encoding if too long for the header, and the values sent separately."""
 
     __slots__ = ("_copied", "_device", "_items", "body", "header", "nbytes", "tag", "tensors")
 

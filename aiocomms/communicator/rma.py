@@ -310,7 +310,7 @@ class Window(Handle):
         :param value: the value that replaces the expected one.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
-        :returns: the work; its result is the element's old value, which equals ``expected`` if it was replaced.
+        :returns: the work; its result is the element's old value. It equals ``expected`` if the element was replaced.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: the window's dtype has no atomics.
         """

@@ -363,7 +363,7 @@ class ItemStream(Handle, ObjectStream[T]):
         self._post(ops.Send(message, self.peer, tag, channel)).add_done_callback(self._send_failed)
 
     def _expect(self, message: Tensor, tag: int, then: Callable[[Work[Any]], object]) -> None:
-        """Post a receive. If it fails, or the communicator is lost already, the stream fails too."""
+        """Post a receive. If the receive fails, or the communicator is lost already, the stream fails, too."""
         if self._failure is None:
             try:
                 work = self._post(ops.Recv(message, self.peer, tag, ops.STREAM_DATA))

@@ -265,7 +265,7 @@ class Core(Posting):
             self._inquiry.begin(late, lambda report: self.driver.call_threadsafe(self._expire_alone, work, report, why))
 
     def _expire_alone(self, work: StartedWork[Any], report: str, why: str) -> None:
-        """Fail only a late receive or wait. If a message or signal has matched it, lose the communicator."""
+        """Fail only a late receive or wait. If a message or signal has matched the op, lose the communicator."""
         if not work.done():
             if self.withdraw(work):
                 late = f"{UNMATCHED} {called(work.op)}{'' if why else ' before its deadline'}; it was withdrawn{report}"

@@ -55,7 +55,7 @@ class Posting:
         raise NotImplementedError
 
     def start(self, work: StartedWork[Any], seconds: float, lane: str | None = None) -> StartedWork[Any]:
-        """Post an op that has been checked, after it was numbered and recorded.
+        """Count, record and post an op that has been checked.
 
         :param seconds: the seconds until the op's deadline.
         :param lane: the key of the op's lane, as text; None: the op is in no lane. Only collectives outside lanes are

@@ -162,7 +162,7 @@ def like(given: Any, tensor: Tensor) -> Any:
 
 
 class _Exported:
-    """The memory that an array exports. This module checks it before torch gets it."""
+    """The memory that an array exports. This module checks the memory before torch gets it."""
 
     __slots__ = ("_array", "_name", "_write")
 

@@ -139,7 +139,7 @@ class Portal(Operations, Hooked):
         :param timeout: the seconds to wait; None: no limit.
         :returns: the reason.
         :raises TimeoutError: the communicator was not lost in time.
-        :raises CommClosedError: this rank closed the communicator before it was lost.
+        :raises CommClosedError: this rank closed the communicator before its loss.
         """
         try:
             error: CommError = self._run("lost", self._comm.lost, timeout)
@@ -191,7 +191,7 @@ class Portal(Operations, Hooked):
         """Close the communicator itself, with all its portals. Idempotent. See :meth:`Communicator.aclose`.
 
         :raises RuntimeError: the caller is on the loop's own thread.
-        :raises CommError: a transport failed while it closed; all other resources are released.
+        :raises CommError: a transport failed to close; all other resources are released.
         """
         if not self._door.closed:
             close(self._door, "close", self._comm.aclose)
