@@ -88,7 +88,8 @@ class new_comm(Opening["Communicator"]):  # noqa: N801 - The class is called lik
     :raises ArgumentError: an argument is wrong, or the environment is incomplete; one error lists all problems.
     :raises UnsupportedOperation: the transport is not available; the message gives the reason, and lists the others.
     :raises CommTimeoutError: a rank did not arrive in time; the message names the rank.
-    :raises CommAbortedError: another rank failed or was cancelled during the formation; the message names the rank.
+    :raises CommAbortedError: another rank failed or was cancelled before the end of the formation; the message names
+        this other rank.
     :raises StoreLostError: the store cannot be reached.
     :raises AuthError: a rank has a different token; the message names the rank.
     """

@@ -25,7 +25,7 @@ Source = int | Sequence[int] | None
 
 
 class Message(NamedTuple):
-    """A message that has arrived, and that no receive has taken at that time."""
+    """A message that a probe has found, and that no receive has taken before the probe."""
 
     src: int
     """The rank that sent the message."""
