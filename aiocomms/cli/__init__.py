@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _open_streams() -> None:
     """Open the null device for each standard stream that was closed at the start of the process.
 
-    Otherwise a later file or socket gets the stream's descriptor, and the output of ranks goes there. Python represents
-    such a closed stream by None.
+    Otherwise a later file or socket gets the descriptor of the closed stream, and the output of ranks is written to
+    that file or socket. Python represents such a closed stream by None.
     """
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:

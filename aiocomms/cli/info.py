@@ -30,7 +30,7 @@ _SECRETS = ("TOKEN", "SECRET", "KEY", "PASS")
 def run(*, as_json: bool) -> int:
     """Print the sections.
 
-    :param as_json: whether to print one JSON object, which has an object for each section.
+    :param as_json: whether to print one JSON object, in which each section is an object.
     """
     parts = (_versions, _transports, _devices, _interfaces, _environment, _next)
     sections = {part.__name__.removeprefix("_"): dict(part()) for part in parts}

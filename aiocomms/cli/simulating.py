@@ -69,7 +69,7 @@ def _program(text: str) -> Program:
 
 
 def _report(failure: FailedHistory, options: argparse.Namespace) -> None:
-    """Print the error with only the program's stack frames, and the command that repeats the history."""
+    """Print the error with only the program's stack frames. Then print the command that repeats the history."""
     error = failure.error
     ours = os.sep + "aiocomms" + os.sep
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if ours not in frame.filename]

@@ -24,7 +24,10 @@ from aiocomms.diagnosis.happenings import Happening, WorldHeader
 from aiocomms.diagnosis.recorder import FORMAT, LONGEST, MOST, SHOWN, UNMATCHED, Brief, Format, Header, Item
 
 _APART = 60.0
-"""The most seconds between the times of two files of one run. If the difference is larger, the output says so."""
+"""The largest difference in seconds between the times at which two files of one run are written.
+
+If the difference is larger, the output contains a note.
+"""
 
 _format = msgspec.json.Decoder(Format)
 _header = msgspec.json.Decoder(Header)
@@ -129,7 +132,7 @@ Ranks = dict[int, TraceRecord]
 
 
 def _groups(records: Sequence[TraceRecord]) -> dict[tuple[str, int], Ranks]:
-    """Return the last file of each rank, by the communicator's name and size."""
+    """Return the newest file of each rank. The key of the outer mapping is the communicator's name and size."""
     groups: dict[tuple[str, int], Ranks] = {}
     for record in sorted(records, key=lambda record: record.header.wall):
         groups.setdefault((record.header.comm, record.header.size), {})[record.header.rank] = record
@@ -184,7 +187,7 @@ def judged(ranks: Ranks) -> Iterator[str]:
 
 
 def _died(record: TraceRecord) -> bool:
-    """Return whether a simulated rank has died, and so waits no longer."""
+    """Return whether a simulated rank has died. A dead rank waits for no other rank."""
     return record.header.reason == happenings.DIED
 
 
@@ -194,7 +197,7 @@ def _message(rank: int, item: Item) -> tuple[int | None, ...]:
 
 
 def _moving(ranks: Ranks) -> set[tuple[int | None, ...]]:
-    """Return the messages that are pending on the sender and on the receiver, so their transfer is in progress."""
+    """Return the messages that are pending on both the sender and the receiver. Their transfer is in progress."""
     ends = [
         {_message(rank, item) for item in record.items if item.state == "pending" and "tag" in item.args}
         for rank, record in ranks.items()
@@ -212,7 +215,7 @@ class _TraceWait(NamedTuple):
 
 
 def _waited(ranks: Ranks) -> Iterator[str]:
-    """Yield lines about ranks that waited in a circle when a receive missed its deadline and was withdrawn."""
+    """Yield lines about ranks that waited for each other in a circle when a receive was withdrawn at its deadline."""
     ahead = _clocks(ranks)
     briefs = {rank: record.header.brief for rank, record in ranks.items()}
     waits: dict[int, list[_TraceWait]] = {}
@@ -247,7 +250,7 @@ def _peers(item: Item) -> list[int]:
 
 
 def _awaited(item: Item, briefs: Mapping[int, Brief]) -> list[int]:
-    """Return the ranks for which an op waits; for a collective, these are the ranks that have not called it."""
+    """Return the ranks for which an op waits. A collective waits for the ranks that have not called it."""
     if item.collective is None:
         return _peers(item)
     return [rank for rank, brief in briefs.items() if instead_of(item, brief)]
@@ -258,9 +261,10 @@ def _arrows(circle: Sequence[int]) -> str:
 
 
 def _clocks(ranks: Ranks) -> dict[int, float]:
-    """Return the wall clock minus the monotonic clock of each rank, in seconds.
+    """Return, for each rank, the difference between the wall clock and the monotonic clock, in seconds.
 
-    The ranks of one host share a monotonic clock. The wall clock may have been set between the writes of two files.
+    The ranks of one host share a monotonic clock. They get the same difference, although the wall clock may have been
+    set between the writes of their files.
     """
     hosts: dict[str, float] = {}
     return {
@@ -277,7 +281,10 @@ def _since(record: TraceRecord, item: Item) -> str:
 
 
 def _circle(waits: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return a circle of ranks in which each waits for the next. The first rank is also the last; empty if none."""
+    """Return a circle of ranks, in which each rank waits for the next rank.
+
+    The first rank is repeated at the end. If there is no circle, the list is empty.
+    """
     finished: set[int] = set()
     for start in waits:
         path, left = [start], [iter(waits[start])]
@@ -302,9 +309,9 @@ def _circle(waits: Mapping[int, Sequence[int]]) -> list[int]:
 def _events(groups: Sequence[Ranks], happened: Sequence[Happening]) -> Iterator[dict[str, Any]]:
     """Yield the events of Chrome's Trace Event Format.
 
-    Each rank is drawn as a process, with numbers from 1. Ops that overlap in time are drawn as different threads of the
-    process. Perfetto requires thread numbers that are unique on the machine. The number 0 is invalid, and the main
-    thread has the number of its process.
+    Each rank is drawn as a process. The process numbers begin with 1. Ops that overlap in time are drawn as different
+    threads of the process. Perfetto requires thread numbers that are unique on the machine. The thread number 0 is
+    invalid, and the main thread of a process has the process number as its thread number.
     """
     records = [record for ranks in groups for _, record in sorted(ranks.items())]
     clocks = [ahead for ranks in groups for _, ahead in sorted(_clocks(ranks).items())]
@@ -325,9 +332,11 @@ def _events(groups: Sequence[Ranks], happened: Sequence[Happening]) -> Iterator[
 
 
 def _instants(happened: Sequence[Happening], ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Yield the events of a simulated world, each in the first row of its rank. A rank without rows gets a new row.
+    """Yield the events of a simulated world.
 
-    :param ranks: the ranks of the rows.
+    Each event is drawn in the first row of its rank. A rank without rows gets a new row.
+
+    :param ranks: the rank of each row, in the order of the rows.
     """
     rows: dict[int | None, int] = {}
     for pid, rank in enumerate(ranks, 1):
@@ -347,7 +356,7 @@ def _instants(happened: Sequence[Happening], ranks: Sequence[int]) -> Iterator[d
 def _micros(wall: float) -> float:
     """Return a time in µs, rounded down to a multiple of 0.25 µs.
 
-    A float represents such a multiple exactly, so successive ops do not overlap.
+    A float represents such a multiple exactly, so that the drawings of successive ops do not overlap.
     """
     return math.floor(4e6 * wall) / 4
 

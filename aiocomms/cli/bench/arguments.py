@@ -15,7 +15,7 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 """The suffixes of a size, as in nccl-tests."""
 _LARGEST = 1 << 36
 _MOST = 100_000
-"""The most iterations. There is a limit, because each rank gathers the times of all ranks."""
+"""The largest number of iterations. The number is limited, because each rank gathers the times of all ranks."""
 
 
 class BenchPlan(NamedTuple):

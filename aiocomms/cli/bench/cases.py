@@ -1,4 +1,4 @@
-"""The tensors of one operation and size: their contents, and the contents expected afterwards."""
+"""The tensors for one operation at one size: their contents, and the contents that are expected after the operation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class BenchCase:
     """A rank's float32 tensors: the op reads ``input`` and writes ``output``.
 
     For an in-place op, both are the same tensor. The measured size is that of the larger tensor, as in nccl-tests. If
-    an op has one part for each rank, all parts have the same number of elements, at least one.
+    an op has one part for each rank, each part has the same number of elements, which is at least one.
     """
 
     op: str
@@ -45,16 +45,16 @@ class BenchCase:
 
     @property
     def inputs(self) -> list[Tensor]:
-        """The input, with one part for each rank."""
+        """The list of the input's parts, one part for each rank."""
         return list(self.input.chunk(self.size))
 
     @property
     def outputs(self) -> list[Tensor]:
-        """The output, with one part from each rank."""
+        """The list of the output's parts, one part from each rank."""
         return list(self.output.chunk(self.size))
 
     def fill(self) -> None:
-        """Fill the input with integers that differ by rank and position, and the output with other numbers."""
+        """Fill the input with integers that differ by rank and position, and the output with the wrong number -1."""
         self.output.fill_(-1.0)
         if self.moves != "broadcast" or self.rank == ROOT:
             self.input.copy_(_numbers(len(self.input), self.rank))

@@ -1,7 +1,8 @@
-"""The processors: their assignment to ranks, the processes that compete with the ranks, and the current speed.
+"""The processors of the ranks, the processes that compete with the ranks for processors, and the current speed.
 
-A virtual machine shares its processor with other machines, which may slow a core down. Two cores may also have no
-common cache. Both effects last for minutes, and small operations then take 1.5 times as long.
+A virtual machine shares its processor with other virtual machines, and these may slow the processor down. Two
+processors may also have no common cache. Such a state lasts for minutes, and small operations then take 1.5 times as
+long.
 """
 
 from __future__ import annotations
@@ -21,10 +22,16 @@ from aiocomms.communicator.communicator import Communicator
 
 BATCHES, TRIPS, STEPS = 10, 20, 300
 _LINE = 128
-"""The bytes between the memory words of the two ranks: two cache lines, because some processors load lines in pairs."""
+"""The distance in bytes between the memory words of the two ranks.
+
+It is two cache lines, because some processors load cache lines in pairs.
+"""
 _LOOKS = 10_000_000
 _NEIGHBOUR = "import ctypes\nctypes.CDLL(None).prctl(1, 9)\nwhile True: pass"
-"""A program that always uses a processor. The kernel kills it when its parent ends (``PR_SET_PDEATHSIG``)."""
+"""A Python program that runs an endless loop, so it competes for a processor.
+
+The kernel kills the process of this program when the parent process ends (``PR_SET_PDEATHSIG``).
+"""
 
 _processors = sorted(os.sched_getaffinity(0))
 
@@ -37,8 +44,8 @@ def processors() -> int:
 def bind(rank: int, size: int) -> None:
     """Bind all threads of this process to the rank's processor, if there are as many processors as ranks.
 
-    With more ranks than processors, a binding would make each rank of MPICH wait for the end of the other ranks' time
-    slices.
+    If there are more ranks than processors, a bound rank of MPICH must wait until the time slices of other ranks have
+    ended.
     """
     if size <= len(_processors):
         for task in Path("/proc/self/task").iterdir():
@@ -62,15 +69,18 @@ def neighbours(count: int) -> Iterator[list[int]]:
 
 
 class HostState(NamedTuple):
-    """The speed of the processors of the first two ranks: the shortest of several times within 1 ms, in ns."""
+    """The speed of the processors of the first two ranks, as times in nanoseconds.
+
+    Each time is the shortest of several measurements within 1 ms.
+    """
 
     loop: float
-    """The time of a step of an empty loop, on the slower processor."""
+    """The time of one iteration of an empty ``for`` loop in nanoseconds, on the slower of the two processors."""
     trip: float
-    """The time of a cache line's round trip, with Python's overhead; 0 if the two ranks share no memory."""
+    """The time of a cache line's round trip with Python's overhead, in ns; 0 if the two ranks share no memory."""
 
     def worst(self, other: HostState) -> HostState:
-        """Return a state with the larger of both values in each field."""
+        """Return a state that has, in each field, the larger value of this state and ``other``."""
         return HostState(max(self.loop, other.loop), max(self.trip, other.trip))
 
 
@@ -94,7 +104,10 @@ class HostProbe:
         self._words = mapped if shared[:2] == [True, True] else None
 
     async def look(self) -> HostState:
-        """Return the current state, the same on all ranks. This blocks the first two ranks' loops for some ms."""
+        """Return the current state, which is the same on all ranks.
+
+        The measurement blocks the event loops of the first two ranks for some ms.
+        """
         comm = self._comm
         await comm.barrier()
         mine = HostState(0.0, 0.0)
@@ -118,7 +131,7 @@ class HostProbe:
         return best
 
     def _batch(self, mine: memoryview, theirs: memoryview) -> float:
-        """Return the mean nanoseconds of several round trips."""
+        """Return the time of one round trip in nanoseconds, as the mean of several round trips."""
         began, leads = time.perf_counter_ns(), self._comm.rank == 0
         for _ in range(TRIPS):
             self._trips += 1
@@ -142,7 +155,10 @@ def _map(path: str) -> mmap.mmap | None:
 
 @contextlib.contextmanager
 def _on_own_processor(rank: int) -> Iterator[None]:
-    """Within the context, bind this thread to the first or the last of the processors that it may use."""
+    """Within the context, bind this thread to one of its processors.
+
+    Rank 0 uses the first of the processors that the thread may use, and rank 1 the last.
+    """
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {sorted(before)[-rank]})
     try:
@@ -152,7 +168,10 @@ def _on_own_processor(rank: int) -> Iterator[None]:
 
 
 def _loop() -> float:
-    """Return the shortest of several times of a step of an empty loop, in nanoseconds."""
+    """Return the time of one iteration of an empty ``for`` loop in nanoseconds.
+
+    The time is the shortest of several measurements.
+    """
     times = []
     for _ in range(BATCHES):
         began = time.perf_counter_ns()

@@ -1,4 +1,7 @@
-"""The measurements of a contender (a library): its time, the loop's lateness meanwhile, and the processor time."""
+"""The measurements of a contender, which is a library.
+
+They are the time of its calls, the lateness of the event loop during the calls, and the processor time.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from aiocomms.cli.bench.ours import Call
 _PERIOD = 0.001
 """The length in seconds of the repeated sleep that shows the loop's lateness."""
 BEATING = 0.1
-"""The seconds for which the loop's lateness is measured."""
+"""The time in seconds for which the loop's lateness is measured."""
 _YIELD = 0
 
 
@@ -22,7 +25,7 @@ async def turn(call: Call | None, blocking: bool, count: int) -> tuple[list[int]
 
     On a rank that does not take part in the operation, return an empty list and 0.
 
-    :returns: the nanoseconds of each call, and the seconds of processor time of this process for all calls.
+    :returns: the time of each call in nanoseconds, and the processor time of this process for all calls in seconds.
     """
     took: list[int] = []
     if call is None:
@@ -91,7 +94,7 @@ async def _heartbeat() -> AsyncIterator[list[float]]:
 
 
 def percentile(values: Sequence[float], which: int) -> float:
-    """Return a percentile of the values by the nearest-rank method, so the result is one of them."""
+    """Return a percentile of the values by the nearest-rank method. The result is always one of the values."""
     return sorted(values)[max(0, -(-len(values) * which // 100) - 1)]
 
 

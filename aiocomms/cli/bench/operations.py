@@ -6,11 +6,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 ITEM = 4
-"""The bytes of an element: all tensors have the dtype float32."""
+"""The size of an element in bytes. All tensors have the dtype float32."""
 BURST = 4
 """The number of messages that are pending at once in a ``send_burst``."""
 PING_PONG = 0.5
-"""The share of one direction in the time of an iteration, which is a round trip."""
+"""The factor by which the time of an iteration is multiplied to get the time of one message.
+
+An iteration is a round trip of two messages.
+"""
 
 
 def _one(_: int) -> float:
@@ -29,7 +32,8 @@ class Operation(NamedTuple):
     """The properties of an operation that do not depend on tensors.
 
     ``factor`` is as in nccl-tests, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md: the bus
-    bandwidth is the algorithm bandwidth times the factor. Each rank's link has had at least this bandwidth.
+    bandwidth is the algorithm bandwidth times the factor. The bus bandwidth is a bandwidth that the link of each rank
+    has reached or exceeded.
     """
 
     moves: str
@@ -39,7 +43,10 @@ class Operation(NamedTuple):
     pair: bool = False
     """True if the operation needs exactly two ranks."""
     share: float = 1.0
-    """The share of one operation in the time of an iteration: a ping-pong is two operations, a burst several."""
+    """The time of one operation divided by the time of an iteration.
+
+    A ping-pong iteration has two operations, and a burst iteration has several.
+    """
 
 
 OPERATIONS = {

@@ -13,7 +13,10 @@ from aiocomms.communicator.communicator import Communicator
 from aiocomms.communicator.rma import Window
 
 Call = Callable[[], Awaitable[Any]] | Callable[[], Any]
-"""A function that makes one iteration. The caller awaits the result, unless the contender blocks."""
+"""A function that runs one iteration of an operation.
+
+The caller awaits the result, unless the measured library blocks.
+"""
 
 
 class Contender(Protocol):
@@ -29,7 +32,10 @@ class Contender(Protocol):
         """
 
     async def leave(self) -> None:
-        """End a turn: wait until all ranks have called this method. Then use no processor time until the next turn."""
+        """End a turn: wait until all ranks have called this method.
+
+        After that, use no processor time until the next turn.
+        """
 
     def bound(self, case: BenchCase) -> AbstractAsyncContextManager[Call | None]:
         """Prepare a case. The context's value is the call to measure, or None if this rank does not take part.

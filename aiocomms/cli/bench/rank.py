@@ -28,7 +28,7 @@ _CPU = torch.device("cpu")
 
 
 def run(plan: BenchPlan, ranks: int, launch: Launch | None) -> int:
-    """Measure as one of a launcher's ranks. Without a launcher, run all ranks in this process.
+    """Measure as one rank of a job that a launcher has started. Without a launcher, run all ranks in this process.
 
     :returns: the exit status: 1 if a result was wrong, or a transport could not be measured. Ranks other than 0 always
         return 0.
@@ -99,7 +99,7 @@ class _Rank:
     async def _open(
         self, name: str, comm: Communicator, contenders: dict[str, Contender], stack: AsyncExitStack
     ) -> str | None:
-        """Open a peer. Return None, or the reason if a rank cannot open it."""
+        """Open a peer. Return None, or the reason why a rank cannot open the peer."""
         peer = peers.make(name)
         reason = first(await comm.all_gather_object(peer.missing()))
         if reason is not None:

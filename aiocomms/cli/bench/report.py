@@ -26,10 +26,10 @@ class Row(msgspec.Struct, frozen=True):
     """The result of one contender, operation and size.
 
     ``transport`` is a name from ``--transport``. ``by`` is the measured contender: this transport, or a peer that is
-    compared with it. ``carrier`` is the transport that executed the operation, such as the choice of ``"auto"``; None
-    for a peer. ``wrong`` is None if no result was checked. ``ratio`` is the median time divided by the median time of
-    the transport. For a peer, ``ratio`` is None if the transport lacks the operation. ``states`` has the host's state
-    in each round.
+    compared with it. ``carrier`` is the transport that executed the operation, for example the transport that
+    ``"auto"`` chose; None for a peer. ``wrong`` is None if no result was checked. ``ratio`` is the median time of
+    ``by`` divided by the median time of ``transport``. For a peer, ``ratio`` is None if the transport lacks the
+    operation. ``states`` has the host's state in each round.
     """
 
     op: str
@@ -79,7 +79,7 @@ class Report(msgspec.Struct):
         return sum(row.wrong or 0 for row in self.rows)
 
     def good(self, transports: Sequence[str]) -> bool:
-        """Return whether all elements were right, and all measurements of ``transports`` are present."""
+        """Return whether all elements were right, and no measurement of the given transports is missing."""
         return not self.wrong and not any(missing.by in transports for missing in self.missing)
 
 
@@ -100,7 +100,10 @@ class Reporter:
         self._said = ("", "")
 
     def idle(self, transport: str, late: float) -> None:
-        """Report the lateness of the loop with an idle communicator. The system's timers cause this lateness."""
+        """Report the lateness of the event loop while no operation is pending.
+
+        The system's timers cause this lateness.
+        """
         self.report.idle_late_p99_us[transport] = round(late * 1e6, 3)
         self._say(f"# {transport}: beside no operation the loop is {late * 1e6:.0f} µs late at p99")
 

@@ -1,4 +1,7 @@
-"""The start of the ranks of ``aiocomms bench``: by a launcher, as tasks of one process, or as new processes."""
+"""The start of the ranks of ``aiocomms bench``.
+
+A launcher has started the ranks, or this module starts tasks or processes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from aiocomms.cli.bench.arguments import BenchPlan, check_ranks, plan_of
 
 _RANKS = 2
 _GRACE = 5.0
-"""The seconds within which the other ranks must end after one rank has failed."""
+"""The time in seconds within which the other ranks must end after one rank has failed."""
 
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -51,7 +54,10 @@ def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> Non
 
 
 async def _start(plan: BenchPlan, ranks: int, arguments: Sequence[str]) -> int:
-    """Start the ranks, with a peer's launcher if the peer needs one. Wait for all ranks, or for the first failure."""
+    """Start the ranks, with a peer's launcher if the peer needs one.
+
+    Wait until all ranks have ended. After the first failure, kill the remaining ranks when a grace period has passed.
+    """
     command = [sys.executable, "-m", "aiocomms", *arguments]
     env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     launcher = peers.launcher(plan.peers, ranks)

@@ -19,11 +19,11 @@ from aiocomms.errors import UnsupportedOperation
 
 _ROUNDS = 5
 _FEWEST, _MOST = 10, 100_000
-"""The fewest and the most iterations in a measurement of the loop's lateness."""
+"""The smallest and the largest number of iterations in a measurement of the loop's lateness."""
 
 
 class Entry:
-    """A contender with a case and its measurements on this rank."""
+    """A contender, its tensors for one case, and its measurements on this rank."""
 
     name: str
     contender: Contender
@@ -48,8 +48,8 @@ class Entry:
     async def turn(self, count: int) -> tuple[list[int], float]:
         """Run the operation ``count`` times, between two barriers of all ranks.
 
-        The barriers are those of the contender. So if the contender's calls block the loops, no rank waits for the loop
-        of another rank.
+        The barriers are operations of the contender's own library. So if the contender's calls block the event loops,
+        no rank waits for the blocked event loop of another rank.
         """
         await self.contender.enter()
         measured = await turn(self._call, self.contender.blocking, count)
@@ -63,7 +63,7 @@ class Entry:
         self.used += used
 
     async def lateness(self, count: int) -> float:
-        """Run one turn while another task sleeps repeatedly, and return the lateness of its sleeps in seconds."""
+        """Run one turn while another task sleeps repeatedly. Return the lateness of the sleeps in seconds."""
         await self.contender.enter()
         late = await lateness(self._call, self.contender.blocking, count)
         await self.contender.leave()
@@ -115,7 +115,10 @@ class BenchTurns:
                     self._reporter.row(row)
 
     async def _bind(self, stack: AsyncExitStack, name: str, op: str, nbytes: int) -> Entry | None:
-        """Prepare a contender for a case, and check one run; return None if the contender cannot run the case."""
+        """Prepare a contender for a case, and check at least one iteration.
+
+        Return None if the contender cannot run the case.
+        """
         contender = self._contenders[name]
         entry = reason = None
         try:
@@ -135,7 +138,7 @@ class BenchTurns:
         return None
 
     async def _count(self, entry: Entry) -> int:
-        """Warm up, and return the number of iterations of a recorded turn."""
+        """Run the warm-up iterations, and return the number of iterations for each turn that is recorded."""
         count = -(-self._plan.iterations // _ROUNDS)
         took, _ = await entry.turn(self._plan.warmup)
         if self._plan.seconds == math.inf:
@@ -177,5 +180,5 @@ class BenchTurns:
 
 
 def first(reasons: Sequence[str | None]) -> str | None:
-    """Return the first reason that is not None, or None."""
+    """Return the first of the reasons that is not None; None if all are None."""
     return next((reason for reason in reasons if reason is not None), None)

@@ -17,12 +17,18 @@ from aiocomms.diagnosis.live import Sight
 from aiocomms.diagnosis.recorder import Item
 
 _PLAIN = 1000
-"""The width in columns if the output is not a terminal. No line is longer, so no line is cut off or wrapped."""
+"""The width in columns if the output is not a terminal.
+
+No line of a frame is longer, so no line is cut off or wrapped.
+"""
 _OLD = 1.0, 10.0
-"""The ages in seconds from which the output shows a pending op as late, and as very late."""
+"""Two ages in seconds.
+
+The output shows a pending op as late from the first age on, and as very late from the second age on.
+"""
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 _SHOWN = 16
-"""The most pending ops and the most streams shown for a rank, and the most plans shown for a communicator."""
+"""The largest number of pending ops and of streams shown for a rank, and of plans shown for a communicator."""
 _OF_STREAMS = (
     "rank", "stream", "to rank", "sent", "received", "queued", "bytes", "blocked in send", "in receive"
 )  # fmt: skip
@@ -42,12 +48,15 @@ def show(frame: TopFrame) -> None:
 
 
 def redraws() -> bool:
-    """Return whether the output is an open terminal that can replace one frame by the next."""
+    """Return whether the output is a terminal that is still open and can replace one frame by the next."""
     return sys.stdout.isatty() and not Console().is_dumb_terminal
 
 
 def watch(frames: Iterable[TopFrame]) -> None:
-    """Show each frame in place of the previous frame, until Ctrl-C, the end of the terminal, or the last frame."""
+    """Show each frame in place of the previous frame.
+
+    The function ends at Ctrl-C, after the last frame, or when the terminal is closed.
+    """
     with Live(auto_refresh=False, vertical_overflow="crop") as screen:
         try:
             for frame in frames:
@@ -80,7 +89,7 @@ def _line(text: str) -> Text:
 def _empty(headings: Iterable[str], words: Sequence[str]) -> Table:
     """Return a table without rows.
 
-    :param words: the headings of columns with text, which may be wrapped.
+    :param words: the headings of the columns whose cells contain text. Only these cells may be wrapped.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for heading in headings:
@@ -103,7 +112,7 @@ def _add(table: Table, *cells: str) -> None:
 
 
 def _plans(group: TopGroup) -> Iterator[Table]:
-    """Yield the table of a service's running plans, if there are any: their age and their state on each rank."""
+    """Yield the table of a service's running plans, if there are any. It shows the age and the state of each plan."""
     table = _empty(("plan", "age", "where it is"), ("where it is",))
     plans = list(group.plans())
     for number, age, where in plans[:_SHOWN]:
@@ -115,7 +124,10 @@ def _plans(group: TopGroup) -> Iterator[Table]:
 
 
 def _streams(group: TopGroup, frame: TopFrame) -> Iterator[Table]:
-    """Yield the table of the streams, if there are any: their counts, and the shares of blocked time."""
+    """Yield the table of the streams, if there are any.
+
+    It shows the counts of each stream, and the shares of blocked time.
+    """
     table = _empty(_OF_STREAMS, ("stream",))
     for rank, sight in sorted(group.ranks.items()):
         streams = sight.statistics.streams
@@ -130,7 +142,7 @@ def _streams(group: TopGroup, frame: TopFrame) -> Iterator[Table]:
 
 
 def _rows(sight: Sight, rate: float | None) -> Iterator[list[Text]]:
-    """Yield a row for each pending op of a rank, or one row if there is none."""
+    """Yield a row for each pending op of a rank; without pending ops, yield one row."""
     header, now = sight.header, sight.statistics
     failed = sum(each.count for each in now.failed)
     known = (

@@ -1,7 +1,7 @@
-"""The query of this user's processes with communicators: this module finds these processes, and reads their state.
+"""The query of processes: this module finds this user's processes with communicators, and reads their state.
 
-In each process, :mod:`aiocomms.diagnosis.live` answers. This module decodes the answer into a fixed type. If the answer
-is invalid, an error names the fault.
+In each process, :mod:`aiocomms.diagnosis.live` answers the query. This module decodes the answer into a fixed type. If
+the answer is invalid, an error names the fault.
 """
 
 from __future__ import annotations
@@ -73,13 +73,15 @@ class TopFrame(NamedTuple):
     rates: dict[RankPlace, float]
     """The number of ops called per second since the previous frame, for each rank."""
     blocked: dict[tuple[RankPlace, int], tuple[float, float]]
-    """The shares of time in which a task was suspended in ``send`` and ``receive`` of a stream, by the stream's number.
+    """The shares of time in which a task was suspended in ``send`` and in ``receive`` of a stream.
 
-    The time counts from the previous frame, or from the opening of the stream if that was later."""
+    The key is the stream. The time counts from the previous frame, or from the opening of the stream if the stream was
+    opened after that frame.
+    """
 
 
 class Top:
-    """The repeated query of processes."""
+    """The object that queries the processes repeatedly."""
 
     def __init__(self, pid: int | None, name: str = "*") -> None:
         """Prepare to query one process, or all processes of this user.
@@ -125,7 +127,7 @@ class Top:
         return sight
 
     def ended(self) -> bool:
-        """Return whether the queried process has ended. For all processes of a user, return False."""
+        """Return whether the queried process has ended. If all processes of a user are queried, return False."""
         return self._pid is not None and not _alive(self._pid)
 
 
@@ -169,8 +171,8 @@ def _nothing(pid: int | None) -> str:
 def _ask(asked: dict[int, list[str]]) -> Iterator[tuple[int, list[Sight] | str]]:
     """Query all processes at the same time, with one deadline for all answers.
 
-    :returns: the answers by process ID. If an answer is missing, its reason takes its place. Processes that have ended
-        are left out.
+    :returns: the answers by process ID. If a process has sent no valid answer, its value is a text with the reason.
+        Processes that have ended are left out.
     """
     connections: list[tuple[int, socket.socket]] = []
     try:
@@ -201,7 +203,10 @@ def _connect(address: str) -> socket.socket | None:
 
 
 def _hear(connection: socket.socket, ends: float) -> list[Sight] | str | None:
-    """Return a process's answer, a text with the reason of a missing answer, or None if the process ends."""
+    """Return the answer of a process.
+
+    Return a text with the reason if the answer is late or invalid, and None if the process ends.
+    """
     said = bytearray()
     try:
         while not said.endswith(b"\n\n") and said != b"\n":
@@ -248,7 +253,7 @@ def _matches_plan(number: int, glob: str) -> bool:
 
 
 def _place_in(plan: int, pending: Sequence[Item]) -> str:
-    """Return the pending operations of a plan on a rank, as text."""
+    """Return the pending operations of a rank that belong to a plan, as text."""
     ops = [msgspec.structs.replace(item, of="", lane="") for item in pending if item.of == f"plan {plan}"]
     return ", ".join(map(str, ops[:SHOWN])) or "no operation of its lane"
 

@@ -1,8 +1,8 @@
 """Other libraries that move tensors between processes, which ``--vs`` measures in comparison with aiocomms.
 
-Each module of this package describes one library, a *peer* with the module's name, and ``PEER`` is its class. Every
-other name in ``--vs`` is a backend of ``torch.distributed``, possibly with a method of waiting, such as
-``gloo:executor``.
+Each module of this package describes one library, which is called a *peer* and has the module's name. The attribute
+``PEER`` of the module is the class of the peer. Every other name in ``--vs`` is a backend of ``torch.distributed``,
+possibly with a method of waiting, such as ``gloo:executor``.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from aiocomms.cli.bench.peers.torch_backend import WAYS, TorchPeer
 from aiocomms.communicator.communicator import Communicator
 
 _BASE = "torch_backend"
-"""The module for torch's backends, whose own name is not a peer."""
+"""The name of the module for torch's backends. This name itself is not the name of a peer."""
 
 
 class BenchPeer(Contender, Protocol):
     """One of the libraries for comparison, on this rank."""
 
     def missing(self) -> str | None:
-        """Return the reason why this process cannot use the library; None if it can."""
+        """Return the reason why this process cannot use the library; None if this process can use the library."""
 
     async def open(self, comm: Communicator, host: str) -> None:
-        """Connect the ranks, with messages over ``comm``. ``host`` is the name or address of rank 0's host."""
+        """Connect the library's ranks.
+
+        The ranks exchange messages over ``comm`` for this purpose. ``host`` is the name or address of rank 0's host.
+        """
 
     async def aclose(self) -> None:
         """Disconnect the ranks."""
@@ -42,7 +45,7 @@ def known() -> list[str]:
 
 
 def launcher(names: Sequence[str], ranks: int) -> list[str]:
-    """Return the launcher command that one of the peers needs; empty if any launcher can start the ranks."""
+    """Return the launcher command that one of the peers needs; an empty list if any launcher can start the ranks."""
     wanted = (import_module(f"{__name__}.{name}") for name in names if name in _modules())
     return next((module.launcher(ranks) for module in wanted if hasattr(module, "launcher")), [])
 

@@ -1,4 +1,7 @@
-"""The peer MPICH, through mpi4py. Each call blocks, and uses buffer specifications from before the measurement."""
+"""The peer MPICH, through mpi4py.
+
+Each call blocks, and uses buffer specifications that were made before the measurement.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from aiocomms.communicator.communicator import Communicator
 
 
 def launcher(ranks: int) -> list[str]:
-    """Return MPI's command for starting the ranks; empty if MPI is not installed."""
+    """Return the command that starts the ranks with MPI; an empty list if MPI is not installed."""
     beside = Path(sys.executable).parent / "mpiexec"
     command = str(beside) if beside.exists() else shutil.which("mpiexec")
     return [command, "-n", str(ranks)] if command is not None and find_spec("mpi4py") is not None else []
@@ -88,7 +91,8 @@ class MpichPeer:
     def _spec(self, tensor: Tensor) -> list[Any]:
         """Return the buffer specification that mpi4py handles fastest.
 
-        In collectives with one part for each rank, mpi4py itself divides the count by the number of ranks.
+        The specification has no count. In collectives with one part for each rank, mpi4py calculates the count of a
+        part.
         """
         return [tensor.numpy(), self._mpi.FLOAT]
 
@@ -109,4 +113,4 @@ def _burst(mpi: Any, rank: int, into: list[Any], out: list[Any]) -> None:
 
 
 PEER = MpichPeer
-"""The class that the benchmark looks for."""
+"""The class that the benchmark uses for this peer."""

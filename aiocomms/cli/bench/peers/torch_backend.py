@@ -1,4 +1,6 @@
-"""The backends of ``torch.distributed``, in the same processes as aiocomms. Calls block, as in most programs.
+"""The backends of ``torch.distributed``, in the same processes as aiocomms.
+
+By default, the calls block the event loop, as in most programs.
 
 ``gloo:executor``, ``gloo:polling`` and ``gloo:future`` are the usual methods of waiting for gloo in asyncio.
 """
@@ -129,7 +131,7 @@ def _burst(case: BenchCase) -> None:
 
 
 def _in_executor(call: Callable[..., Any]) -> Call:
-    """Make the call in a thread of the executor, and also a whole ping-pong or burst, to avoid thread switches."""
+    """Make the call in a thread of the executor. A ping-pong or a burst is one such call, to avoid thread switches."""
     return partial(asyncio.get_running_loop().run_in_executor, None, call)
 
 
@@ -157,11 +159,17 @@ def _future(call: Callable[..., Any]) -> Call:
 
 
 _TOLD = frozenset({"all_reduce", "broadcast", "all_gather_single", "all_to_all_single"})
-"""The operations whose works have a future, which reports their completion. Other works of gloo have no future."""
+"""The operations whose work object has a future.
+
+The future reports the completion of the operation. For other operations, the work object of gloo has no future.
+"""
 WAYS: dict[str, Callable[[Callable[..., Any]], Call]] = {
     "executor": _in_executor,
     "polling": _polling,
     "future": _future,
 }
-"""The methods of waiting for a backend's calls, by the text after the backend's name and a colon."""
+"""The methods of waiting for a backend's calls.
+
+The key is the text after the colon in a name such as ``gloo:polling``.
+"""
 _users: dict[str, int] = {}  # This counts the peers that use the default process group, by its backend.

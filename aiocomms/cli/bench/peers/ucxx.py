@@ -1,4 +1,4 @@
-"""The peer UCXX, through its asyncio interface in its fastest mode, polling. UCXX has only sends and receives."""
+"""The peer UCXX, through its asyncio interface in its fastest mode, which polls. UCXX has only sends and receives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAME = __name__.rpartition(".")[2]
 
 
 class TagPeer:
-    """One of two ranks. The first rank listens, and the second rank connects."""
+    """One of exactly two ranks of UCXX. The first rank listens, and the second rank connects."""
 
     blocking = False
 
@@ -75,7 +75,10 @@ class TagPeer:
         await asyncio.gather(self._endpoint.send(mine), self._endpoint.recv(theirs))
 
     def _polling(self) -> Any:
-        """Return the object with the library's polling task, which would slow down the other libraries' turns."""
+        """Return the object that contains the library's polling task.
+
+        This task would slow down the turns of other libraries.
+        """
         context = import_module(f"{_NAME}._lib_async.application_context")
         return context.ProgressTasks[asyncio.get_running_loop()]
 
@@ -109,4 +112,4 @@ class TagPeer:
 
 
 PEER = TagPeer
-"""The class that the benchmark looks for."""
+"""The class that the benchmark uses for this peer."""
