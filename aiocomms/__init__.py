@@ -1,12 +1,13 @@
-"""asyncio-native communication for PyTorch tensors: the call of an operation returns an awaitable :class:`Work`.
+"""asyncio-native communication for PyTorch tensors: each operation is a call that returns an awaitable :class:`Work`.
 
 >>> comm = await aiocomms.new_comm("auto")
 >>> t = await comm.all_reduce(t, aiocomms.ReduceOp.SUM)
 
-The import of this package does not import torch, an event-loop library or a transport. Each name loads its module at
-the first use. The import installs a signal handler only if ``AIOCOMMS_RECORDER_SIGNAL`` is set. If a launcher has
-started this process as a rank, the import wraps ``sys.excepthook``. An exception may end this rank before the ranks
-have met. The other ranks then learn of this exception.
+The import of this package does not import torch, an event-loop library or a transport. The first access to a name of
+this package imports the module that defines the name. The import installs a signal handler only if
+``AIOCOMMS_RECORDER_SIGNAL`` is set. If a launcher has started this process as a rank, the import wraps
+``sys.excepthook``. An exception may end this rank before all ranks are connected to each other. In that case the
+wrapper reports this exception to the other ranks.
 """
 
 from __future__ import annotations

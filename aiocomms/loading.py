@@ -1,7 +1,9 @@
-"""The loading of modules in a thread, so that the event loop is not blocked. An import can take a second.
+"""Functions that import modules in a thread, so that the import does not block the event loop.
 
-The program may first import aiocomms, and with it this module, while its event loop runs. So this module imports only
-the standard library.
+An import can take a second.
+
+A program may import aiocomms for the first time while its event loop runs. That import also imports this module.
+Therefore this module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -15,22 +17,25 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 _WITH: Final = ("aiocomms.functional", "aiocomms.serving")
-"""The modules that no other module imports, and that a program may use after it has opened a communicator."""
+"""The modules of aiocomms that no other module imports.
+
+A program may import them after it has opened a communicator.
+"""
 _OF_ANYIO: Final = (
     *("BrokenResourceError", "CancelScope", "ClosedResourceError", "EndOfStream", "Event", "Lock", "Semaphore", "abc"),
     *("create_task_group", "current_effective_deadline", "get_cancelled_exc_class", "lowlevel", "move_on_after"),
     *("sleep", "to_thread", "wait_readable"),
 )
-"""The names of anyio that this package uses. anyio loads each of them at its first use."""
+"""The names of anyio that this package uses. anyio imports the module of a name at the first use of the name."""
 
 _loaded: set[str] = set()
 _lock = threading.Lock()
 
 
 async def loaded(name: str) -> None:
-    """Import a module, and the modules of ``_WITH``, in a thread, unless they are loaded.
+    """Import a module, and the modules in ``_WITH``, in a thread. Do nothing if they are already imported.
 
-    The call ignores errors, because the caller imports the module afterwards, and then gets the error.
+    This function ignores errors. The caller later imports the module itself, and then the import raises the error.
     """
     trio: Any = sys.modules.get("trio")
     of_trio = trio is not None and trio.lowlevel.in_trio_run()
@@ -49,7 +54,10 @@ async def loaded(name: str) -> None:
 
 
 def load_now(name: str) -> None:
-    """Import a module and the modules of ``_WITH``, for use with asyncio. Call this on a thread that has no loop."""
+    """Import a module and the modules in ``_WITH``, and load the parts of anyio that work with asyncio.
+
+    Call this function on a thread that has no event loop.
+    """
     if not {name, "asyncio"} <= _loaded:
         _load([name, *_WITH], "asyncio")
 
@@ -66,7 +74,10 @@ def _load(names: Sequence[str], backend: str) -> None:
 
 
 async def _in_thread(call: Callable[[], None]) -> None:
-    """Run a call in a daemon thread, and await its end on an asyncio loop. A cancelled wait does not end the call."""
+    """Run a call in a daemon thread, and await its end on an asyncio loop.
+
+    If the wait is cancelled, the call continues.
+    """
     import asyncio
 
     loop = asyncio.get_running_loop()

@@ -1,1 +1,1 @@
-"""The classes that users hold: communicators, lanes, windows, streams and portals; and the code that opens them."""
+"""The code that opens communicators, lanes, windows, streams and portals, and the classes of these objects."""

@@ -102,7 +102,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         return f"<Communicator '{self.name}' rank {self.rank} of {self.size} on {self.device}{state}>"
 
     def _report(self, rendezvous: StoreRendezvous) -> None:
-        """Tell the launcher that this rank has formed this communicator, and later which other rank has died."""
+        """Report to the launcher that this rank has formed this communicator, and later report a rank that has died."""
         about = rendezvous.rank, rendezvous.size, rendezvous.base, rendezvous.epoch
 
         def lost(error: CommError) -> None:
@@ -114,7 +114,10 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
     @property
     def transports(self) -> dict[str, str]:
-        """The name of each family's transport; the families are ``"p2p"``, ``"collectives"`` and ``"rma"``."""
+        """The name of the transport of each operation family.
+
+        The families are ``"p2p"``, ``"collectives"`` and ``"rma"``.
+        """
         names: dict[str, str] = {str(family): name for family, name in self._plan.names.items()}
         if "rma" not in names and "p2p" in names:
             names["rma"] = f"two-sided over {names['p2p']}"
@@ -122,7 +125,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
     @property
     def timeout(self) -> float | None:
-        """The default deadline of ops, in seconds; None: no deadline. See :meth:`set_timeout`."""
+        """The default deadline of ops, in seconds; None if ops have no deadline. See :meth:`set_timeout`."""
         return None if self._seconds == inf else self._seconds
 
     @property
@@ -157,18 +160,18 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     def _issue_in_current_lane(
         self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Work[Any]:
-        """Issue an op: in the current lane of this task, if the task has one and the op may run in a lane."""
+        """Issue an op. If this task has a current lane and the op may run in a lane, issue the op in that lane."""
         lane = current(self._core) if _follows(op) else None
         return (self._issue_in_order if lane is None else lane._issue)(op, hints, timeout)
 
     def _posted(self, work: StartedWork[Any], look_after: Callable[[int], object], index: int) -> Work[Any]:
-        """Track an op that a shortcut has posted and that is still pending."""
+        """Track a pending op that a shortcut has already posted."""
         return self._core.follow(work, self._seconds, look_after, index)
 
     def lane(self, key: Key) -> Lane:
-        """Return a lane. Its operations match only operations in lanes with the same key on the other ranks.
+        """Return a lane. The lane's operations match only operations in lanes with the same key on the other ranks.
 
-        The call sends and stores nothing. All lane objects with one key are views of the same lane, even if the earlier
+        The call sends and stores nothing. All lane objects with the same key are views of one lane, even if the earlier
         objects were deleted.
 
         :param key: the lane's name on all ranks, such as the number of a request. Keys of different types (str, bytes,
@@ -178,9 +181,9 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         return Lane(self, key)
 
     def _follow_lanes(self) -> None:
-        """Check for a current lane at every call from now on.
+        """Make every later call check whether the task has a current lane.
 
-        A program that enters no lane avoids the cost of this check.
+        Until a program enters a lane, its calls avoid the cost of this check.
         """
         self._issue = self._issue_in_current_lane  # type: ignore[method-assign]
         if self._shortcuts is not None:
@@ -191,10 +194,11 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     def abort(self, reason: str | BaseException) -> None:
         """Abort the communicator on every rank: all pending works of all ranks fail with :class:`CommAbortedError`.
 
-        Any thread and any signal handler may call this. Once the call returns, no operation can start. Pending works
-        end on the loop's next turn. Later calls do nothing, so the first reason stays.
+        Any thread and any signal handler may call this method. Once the call returns, no operation can start. Pending
+        works end on the loop's next turn. If the communicator is aborted again, the later call does nothing, and the
+        reason of the first call remains.
 
-        :param reason: the reason. The other ranks get it, too.
+        :param reason: the reason. The other ranks also get this reason.
         """
         self._core.abort(as_reason(reason))
 
@@ -204,7 +208,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         Any number of tasks may wait. These tasks resume when the pending works have ended, or at once if the
         communicator is already lost.
 
-        :returns: the error that caused the loss. Every call and every abort hook gets the same error.
+        :returns: the error that caused the loss. Every later call and every abort hook gets the same error.
         :raises CommClosedError: this rank closed the communicator before its loss.
         :raises RuntimeError: the caller is not on the communicator's thread.
         """
@@ -217,12 +221,12 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         raise core.life.closed.about(comm=self.name, op="lost", rank=self.rank)
 
     async def aclose(self) -> None:
-        """Close the communicator: let pending ops end, withdraw unmatched receives, and release all resources.
+        """Close the communicator: wait for pending ops, withdraw unmatched receives, and release all resources.
 
-        Idempotent. Pending ops have up to 5 seconds to end. A cancelled close still releases all resources.
+        Idempotent. Pending ops have up to 5 seconds to end. If the close is cancelled, it still releases all resources.
 
         :raises RuntimeError: the caller is not on the communicator's thread.
-        :raises CommError: a transport failed to close; all other resources are released.
+        :raises CommError: a transport failed to close, but all other resources were released.
         """
         self._core.demand_thread("aclose")
         try:
@@ -231,7 +235,10 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             await self._leave()
 
     async def _leave(self) -> None:
-        """Leave the live view and the rendezvous, which other communicators may use. Blocking calls run in a thread."""
+        """Withdraw this communicator from the live view and from the rendezvous.
+
+        Other communicators may still use both. Calls that block run in another thread.
+        """
         leaving, self._leaving = self._leaving, None
         if leaving is not None and leaving.stopped.locked():
             await shielded(lambda: run_in_thread(leaving.finish, anyhow=True))
@@ -265,9 +272,9 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     # ------------------------------------------------------------------------------------------ other methods
 
     def portal(self) -> Portal:
-        """Return the portal: this communicator's operations in blocking form, for other threads.
+        """Return the portal, which offers this communicator's operations in blocking form to other threads.
 
-        Any thread may call this.
+        Any thread may call this method.
 
         :returns: the same object at every call.
         """
@@ -278,7 +285,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     def set_timeout(self, timeout: Timeout) -> None:
         """Set the default deadline of the ops that are called from now on.
 
-        :param timeout: seconds; None: ops have no deadline, and wait until they are done or the communicator is lost.
+        :param timeout: the deadline in seconds. None: ops have no deadline, and wait until they are done or the
+            communicator is lost.
         :raises ArgumentError: the timeout is neither None nor a number of seconds above 0.
         """
         self._seconds = arguments.deadline("timeout", timeout)
@@ -291,17 +299,21 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         timeout: OpTimeout = COMM_TIMEOUT,
         hints: Mapping[str, Any] | None = None,
     ) -> Communicator | None:
-        """Form communicators of some of the ranks. Collective over this communicator.
+        """Form new communicators, each of which has some of this communicator's ranks.
 
-        :param ranks: the new communicator's members, as ranks of this communicator, in the new order. All members pass
-            the same list. A rank that joins no new communicator passes an empty list.
-        :param name: the new communicator's name, the same on all members; None: this communicator's name with a number.
-        :param timeout: the new communicator's timeout in seconds, also for its formation, as in
+        Collective over this communicator.
+
+        :param ranks: the members of the new communicator that this rank joins, as ranks of this communicator. Their
+            order is the rank order of the new communicator. All members of a new communicator pass the same list. A
+            rank that joins no new communicator passes an empty list.
+        :param name: the new communicator's name, the same on all members. None: the name is this communicator's name
+            and a number.
+        :param timeout: the new communicator's timeout in seconds, which also limits the time of its formation, as in
             :func:`aiocomms.new_comm`. The default is the timeout with which this communicator was formed.
         :param hints: advice to the transports, which takes precedence over the hints of this communicator.
         :returns: the new communicator, or None if ``ranks`` is empty.
-        :raises ArgumentError: ``ranks`` is no list of distinct ranks or lacks this rank, or another argument is wrong.
-            Nothing was sent.
+        :raises ArgumentError: ``ranks`` is not a list of distinct ranks, or lacks this rank; or another argument is
+            wrong. Nothing was sent.
         :raises MismatchError: two ranks pass different groups that have a rank in common, or two members of a group
             pass different names.
         :raises StoreLostError: the store is lost, and the transport needs the store; this communicator stays usable.
@@ -333,7 +345,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         raise self._end_during("split")
 
     def _end_during(self, what: str) -> CommError:
-        """Return the error of a call during which this communicator was lost or closed."""
+        """Return the error for a call that failed because this communicator was lost or closed during the call."""
         error = self._core.life.refusal()
         assert error is not None
         return error.about(comm=self.name, op=what, rank=self.rank)
@@ -343,7 +355,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     ) -> Communicator | None:
         """Agree on the groups of a split, and form the group of this rank.
 
-        :param gathered: the work that gathers the members and the child's name of every rank.
+        :param gathered: the work whose result has, for each rank, the members and the child's name that the rank passed
+            to the split.
         """
         claims: list[tuple[list[int], str]] = await gathered
         for rank, (claim, name) in enumerate(claims):
@@ -395,18 +408,20 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     async def reconfigure(
         self, ranks: Sequence[int] | None = None, *, size: int | None = None, timeout: float | timedelta = 10.0
     ) -> Communicator:
-        """Form a communicator that replaces this communicator, which may be lost. Collective over the remaining ranks.
+        """Form a communicator that replaces this communicator.
 
-        This communicator is closed once the new one is formed. Its pending ops go on until that close, unless this
-        communicator is lost.
+        This communicator may be lost. Collective over the remaining ranks.
 
-        :param ranks: the list of the remaining ranks, the same on all ranks. None: the ranks that call this method
-            within the first quarter of ``timeout``.
+        This communicator is closed once the new one is formed. The pending ops of this communicator continue until its
+        close, unless this communicator is lost.
+
+        :param ranks: the list of the remaining ranks, the same on all ranks. None: the remaining ranks are those that
+            call this method within the first quarter of ``timeout``.
         :param size: the new size. Remaining ranks keep their numbers, and newcomers (``new_comm(join=True)``) fill the
-            gaps. None: the remaining ranks get new numbers in the old order.
+            gaps. None: the remaining ranks get new numbers, in the order of their old numbers.
         :raises RuntimeError: the caller is not on the communicator's thread.
         :raises CommError: another task of this rank is already reconfiguring this communicator. Nothing was sent.
-        :raises CommAbortedError: the other ranks exclude this rank, and continue without it.
+        :raises CommAbortedError: the other ranks exclude this rank, and form the new communicator without it.
         :raises CommTimeoutError: a rank or newcomer did not arrive in time.
         :raises StoreLostError: the store is lost, and the transport needs the store.
         """
@@ -428,16 +443,19 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             self._reconfiguring = False
 
     def statistics(self) -> Statistics:
-        """Return the communicator's present and past activity as a plain record. Any thread may call this.
+        """Return a plain record of the communicator's activity, now and in the past. Any thread may call this method.
 
-        Ops do no extra work for this record.
+        This record causes no additional work for ops.
         """
         return statistics_of(self._core, self.transports)
 
     def dump(self, folder: str | os.PathLike[str] | None = None) -> Path:
-        """Write the flight recorder, with the last and the pending ops, to a file. Any thread may call this.
+        """Write the flight recorder to a file.
 
-        :param folder: the folder of the file; None: ``AIOCOMMS_RECORDER_DIR``, or else the user's default folder.
+        The file contains the latest ops and the pending ops. Any thread may call this method.
+
+        :param folder: the folder of the file. None: the folder in ``AIOCOMMS_RECORDER_DIR`` or, without this variable,
+            the user's default folder.
         :returns: the file's path.
         :raises CommError: the file cannot be written.
         """
@@ -447,19 +465,25 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             raise CommError(f"the dump cannot be written: {error}", comm=self.name, rank=self.rank) from error
 
     def _sight(self) -> Sight:
-        """Return this communicator's entry in the live view. Any thread may call this, even while the loop is busy."""
+        """Return this communicator's entry in the live view, which ``aiocomms top`` shows.
+
+        Any thread may call this method, even while the event loop is blocked.
+        """
         failure = self._core.life.failure
         snapshot = self._core.recorder.snapshot("" if failure is None else failure.error.message)
         return sight_of(snapshot, self._rendezvous.secret("live view"), self.statistics())
 
 
 def _follows(op: Op) -> bool:
-    """Return whether an op runs in the current lane."""
+    """Return whether an op is one that runs in the task's current lane."""
     return op.family == "collectives" or (op.family != "rma" and getattr(op, "channel", ops.USER) == ops.USER)
 
 
 def _disown_in_child() -> None:
-    """Disown all communicators in a forked child, which must neither use nor close its parent's sockets."""
+    """Disown all communicators in a forked child process.
+
+    The child must neither use nor close the sockets of its parent.
+    """
     for guard in guards():
         guard.dismiss()
         guard.comm._disown()

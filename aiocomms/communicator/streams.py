@@ -1,10 +1,10 @@
-"""Streams: anyio object streams between two ranks.
+"""Streams between two ranks, which are object streams of anyio.
 
 Each end announces the tag under which it receives, and its capacity in messages and bytes. The capacity is the other
 end's initial credit. :mod:`aiocomms.communicator.items` defines the messages of an item. The receiving end receives
-messages before the program calls ``receive``, so that the next item is already there. When the program has received an
-item, the receiving end returns the item's credit. No task runs for a stream: when the receive of one message completes,
-the next receive is posted.
+messages before the program calls ``receive``, so that the next item can arrive before that call. When the program has
+received an item, the receiving end returns the item's credit. A stream needs no task of its own. When the receive of
+one message is complete, the stream posts the next receive.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ItemStream(Handle, ObjectStream[T]):
         self._is_open = self._closed = self._eof_sent = self._eof_received = self._peer_closed = False
         self._gone = False  # True once the other end was closed without send_eof.
         self._under_way: dict[StartedWork[Any], None] = {}
-        """The payloads that this end sends."""
+        """The sends of tensor data that have begun and not ended. The keys are the works of these sends."""
         self._header = buffers.empty(kind.header_bytes, dtype=torch.uint8, device=comm.device)
         self._credit = buffers.empty(2, dtype=torch.int64, device=comm.device)
         self._hello = buffers.empty(greeting.GREETING_BYTES, dtype=torch.uint8, device=comm.device)
@@ -83,8 +83,8 @@ class ItemStream(Handle, ObjectStream[T]):
         """Send an item: wait for free capacity at the other end, and return when the item may be changed.
 
         :param item: an item of the stream's type. A tensor is contiguous, on the communicator's device, and has any
-            dtype and at most 14 dimensions. Mappings and dataclasses may hold the same values as objects do, at most 64
-            MiB in all.
+            dtype and at most 14 dimensions. Mappings and dataclasses may contain the values that
+            :meth:`Communicator.send_object` accepts, at most 64 MiB in total.
         :raises ArgumentError: the item cannot be sent; nothing was sent.
         :raises anyio.ClosedResourceError: this end was closed, or :meth:`send_eof` was called.
         :raises anyio.BrokenResourceError: the other end was closed.
@@ -110,8 +110,8 @@ class ItemStream(Handle, ObjectStream[T]):
     async def receive(self) -> T:
         """Receive the next item.
 
-        :returns: a new item. A tensor is on the communicator's device; tensors in mappings and dataclasses arrive as in
-            objects.
+        :returns: a new item. A tensor is on the communicator's device. Mappings and dataclasses contain tensors as
+            :meth:`Communicator.recv_object` returns them.
         :raises anyio.EndOfStream: the other end has called :meth:`send_eof`, and all its items have been received.
         :raises anyio.BrokenResourceError: the other end was closed without :meth:`send_eof`, and all its items have
             been received.
@@ -139,7 +139,7 @@ class ItemStream(Handle, ObjectStream[T]):
         return self._kind.make(arrived)
 
     async def send_eof(self) -> None:
-        """Tell the other end that this end sends nothing more. This end can still receive. Idempotent.
+        """Report to the other end that this end sends no more items. This end can still receive items. Idempotent.
 
         :raises anyio.ClosedResourceError: this end was closed.
         """
@@ -158,11 +158,17 @@ class ItemStream(Handle, ObjectStream[T]):
             self._notify()
 
     def statistics(self) -> StreamStatistics:
-        """Return counts of this end's items, and how long its calls suspended tasks. Any thread may call this."""
+        """Return the numbers of this end's items, and the time for which its calls have suspended tasks.
+
+        Any thread may call this method.
+        """
         return self._counts.statistics()
 
     async def __anext__(self) -> T:
-        """Receive the next item. This method replaces anyio's method, so that reports name a line of the program."""
+        """Receive the next item.
+
+        This method replaces anyio's method, so that aiocomms's reports show the line of the program that receives.
+        """
         try:
             return await self.receive()
         except anyio.EndOfStream:
@@ -173,7 +179,7 @@ class ItemStream(Handle, ObjectStream[T]):
     async def _opened(self) -> None:
         """Wait until the other end has been opened.
 
-        :raises CommError: the communicator is lost, or the other end speaks another version of the protocol.
+        :raises CommError: the communicator is lost, or the other end uses another version of the protocol.
         """
         while not self._is_open:
             failure = self._failure or self._send_failure
@@ -229,7 +235,7 @@ class ItemStream(Handle, ObjectStream[T]):
             self._go_on(self._kind.arriving(header, self._comm.device))
 
     def _go_on(self, steps: Arriving) -> None:
-        """Run the next step in the receipt of an item."""
+        """Run the next step that receives a part of an item."""
         try:
             step = next(steps)
         except StopIteration as end:
@@ -273,7 +279,10 @@ class ItemStream(Handle, ObjectStream[T]):
     # --------------------------------------------------------------------------------------------------- credits
 
     def _return_credits(self) -> None:
-        """Return credits to the other end, one message at a time. A closed end instead reports that it is closed."""
+        """Return credits to the other end, one message at a time.
+
+        A closed end sends no credits. Instead it reports that it is closed.
+        """
         if self._returning or not self._is_open or not self._usable() or not (self._owed or self._closed):
             return
         owed, self._owed, nbytes, self._owed_bytes = self._owed, 0, self._owed_bytes, 0
@@ -314,7 +323,10 @@ class ItemStream(Handle, ObjectStream[T]):
     # --------------------------------------------------------------------------------------------------- sending
 
     def _has_room(self, nbytes: int) -> bool:
-        """Return whether the other end can accept an item. If that end is empty, it accepts an item of any size."""
+        """Return whether the other end can accept an item.
+
+        If the other end holds no item, the other end accepts an item of any size.
+        """
         return self._credits > 0 and (not self._room or not self._held or self._held + nbytes <= self._room)
 
     async def _wait_for_room(self, nbytes: int) -> None:
@@ -350,7 +362,7 @@ class ItemStream(Handle, ObjectStream[T]):
     # ---------------------------------------------------------------------------------------------------- common
 
     def _usable(self) -> bool:
-        """Return whether anything can still be sent to the other end."""
+        """Return whether this end can still send to the other end."""
         core = self._comm._core
         return self._failure is self._send_failure is None and not core.closed and core.life.failure is None
 
@@ -359,11 +371,14 @@ class ItemStream(Handle, ObjectStream[T]):
         return work
 
     def _send_control(self, message: Tensor, tag: int, channel: int = ops.STREAM_DATA) -> None:
-        """Send a message, and do not await its end. If the send fails, this end sends nothing more."""
+        """Send a message, and do not wait until the send is complete.
+
+        If the send fails, this end sends nothing more.
+        """
         self._post(ops.Send(message, self.peer, tag, channel)).add_done_callback(self._send_failed)
 
     def _expect(self, message: Tensor, tag: int, then: Callable[[Work[Any]], object]) -> None:
-        """Post a receive. If the receive fails, or the communicator is lost already, the stream fails, too."""
+        """Post a receive. If the receive fails, or the communicator is already lost, the stream also fails."""
         if self._failure is None:
             try:
                 work = self._post(ops.Recv(message, self.peer, tag, ops.STREAM_DATA))
@@ -389,7 +404,8 @@ class ItemStream(Handle, ObjectStream[T]):
     def _send_failed(self, work: Work[Any]) -> bool:
         """Return whether a send failed, and record the failure. After a failure this end sends nothing more.
 
-        Received items stay valid: the other end may have sent its last tensor and closed its communicator.
+        Items that this end has received stay valid, because the other end may have closed its communicator after its
+        last item.
         """
         error = work.exception()
         if error is not None:
@@ -414,9 +430,12 @@ class ItemStream(Handle, ObjectStream[T]):
         self._break(ProtocolError(f"rank {self.peer}, on stream {self.name!r}: {text}", peer=self.peer))
 
     def _break(self, error: ProtocolError) -> None:
-        """End the stream after an invalid message, and tell the other end, which has no deadline.
+        """End the stream after an invalid message, and report this to the other end.
 
-        Before the stream is open, the communicator is lost, because there is no other way to tell the other end.
+        The sends of the other end have no deadline, so they do not end without a report.
+
+        If the stream is not open yet, end the communicator instead, because no message can report the end of the
+        stream.
         """
         if not self._is_open:
             self._comm._core.lose(error.about(op="open_stream", rank=self._comm.rank))
@@ -425,7 +444,7 @@ class ItemStream(Handle, ObjectStream[T]):
         self._fail(error)
 
     def _broken_off(self) -> None:
-        """Record that the other end has ended the stream by an error, and fail the messages that it never receives."""
+        """Record that the other end has ended the stream by an error, and fail the sends that nobody will receive."""
         error = CommAbortedError(f"rank {self.peer} ended stream {self.name!r} early: see its error", peer=self.peer)
         for work in list(self._under_way):
             work.abandon(error)

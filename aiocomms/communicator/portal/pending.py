@@ -1,4 +1,4 @@
-"""The base class of all objects for which a thread waits through a portal, and the *bells* that wake the thread."""
+"""The base class of the objects for which threads wait by means of a portal, and the *bells* that wake the threads."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.handles import Handle
 
 LOOK = 1.0
-"""The seconds after which a waiting thread checks whether the loop can still wake it."""
+"""The interval in seconds at which a waiting thread checks whether the event loop can still wake the thread."""
 
 _ending: list[int] = []
-"""The identifiers of the threads that are ending the interpreter; empty while the interpreter runs."""
+"""The identifiers of the threads that have begun to end the interpreter; empty while the interpreter runs."""
 
 
 def stand_still() -> None:
-    """Keep all other waiting threads, which are daemon threads, blocked while this thread ends the interpreter."""
+    """Record that this thread ends the interpreter.
+
+    From now on all other waiting threads, which are daemon threads, stay blocked.
+    """
     _ending.append(get_ident())
 
 
 class EndBell(Protocol):
-    """A bell that tells a thread or a callback that a :class:`Pending` object has ended."""
+    """A bell that wakes a thread, or calls a callback, when a :class:`Pending` object has ended."""
 
     def release(self) -> object:
-        """Ring the bell. The owner calls this once."""
+        """Ring the bell. The owner of the bell calls this method once."""
 
 
 class _Callback:
@@ -49,7 +52,7 @@ class _Callback:
 
 
 class Pending(Handle):
-    """The base of an object for which threads wait, and which ends on the loop's thread."""
+    """The base class of an object that ends on the event loop's thread. Other threads wait for its end."""
 
     __slots__ = ("_bells", "_door", "_over")
 
@@ -59,9 +62,9 @@ class Pending(Handle):
         self._bells: list[EndBell] = []  # Each waiting thread and each callback has a bell.
 
     def _block(self, patience: float | None) -> bool:
-        """Block this thread until the object has ended, and return whether it has.
+        """Block this thread until the object has ended or the time is over. Return whether the object has ended.
 
-        :param patience: the seconds to wait; None: no limit.
+        :param patience: the largest number of seconds to wait. None: no limit.
         """
         ends = None if patience is None else clock.now() + patience
         bell = clock.held_lock()
@@ -83,10 +86,13 @@ class Pending(Handle):
         return self._over
 
     def add_done_callback(self, call: Callable[[], object]) -> None:
-        """Call ``call()`` once when the object ends, on the thread that ends it. If it has ended, call at once.
+        """Call ``call()`` once when the object ends, on the thread that ends it.
 
-        Any thread may use this. ``call`` must not block. The event loop reports an exception of ``call``. The caller
-        counts as a waiter, like a blocked thread, so a cancelled wait of another thread does not withdraw the op.
+        If the object has already ended, call ``call()`` immediately.
+
+        Any thread may use this method. ``call`` must not block. If ``call`` raises an exception, the event loop reports
+        the exception. The caller counts as a thread that waits for the object. So if another thread cancels its wait,
+        the op is not withdrawn.
 
         :raises ArgumentTypeError: ``call`` cannot be called.
         """
@@ -107,7 +113,7 @@ class Pending(Handle):
                 bell.release()
 
     def _leave_alone(self) -> None:
-        """Stop waiting: withdraw the op if that is possible and no other thread waits for it."""
+        """Stop waiting. Withdraw the op if no other thread waits for it, and if the op can be withdrawn."""
         settled = clock.held_lock()
         self._door.put(self._left_alone, settled)
         settled.acquire(timeout=LOOK)  # A message that the other rank sends from now on is for the next receive.
@@ -118,7 +124,7 @@ class Pending(Handle):
         settled.release()
 
     def _withdraw(self) -> None:
-        """Withdraw the op on the loop's thread, if that is possible."""
+        """Withdraw the op on the event loop's thread, if the op can be withdrawn."""
         raise NotImplementedError
 
     def _drop(self, bell: EndBell) -> None:
@@ -135,13 +141,13 @@ class Pending(Handle):
                 break
 
     def _look(self) -> None:
-        """End the object on this thread if no other thread will end it."""
+        """End the object on this thread if the event loop's thread will not end it."""
         error = self._door.nobody() or self._overdue()
         if error is not None:
             self._fail(error)
 
     def _overdue(self) -> CommError | None:
-        """Return the error that ends the object while the loop is blocked; None: the object does not end."""
+        """Return the error with which this thread ends the object although the event loop is blocked, or None."""
         return None
 
     def _fail(self, error: BaseException) -> None:
