@@ -1,4 +1,4 @@
-"""The toolkit for authors of transports, besides ``errors``, ``ops``, ``transport`` and ``cuda``.
+"""The tools for authors of transports. The modules ``errors``, ``ops``, ``transport`` and ``cuda`` have other tools.
 
 ======================================= ================================================================================
 to wake the loop from any thread        :class:`Waker`; :class:`Inbox`, which also passes calls to the loop

@@ -28,7 +28,7 @@ _MAC: Final = 32
 
 
 def read_token(environ: Mapping[str, str]) -> bytes | None:
-    """Return the job's token from ``AIOCOMMS_TOKEN``, or from the file that ``AIOCOMMS_TOKEN_FILE`` names; else None.
+    """Return the job's token from ``AIOCOMMS_TOKEN`` or from the file in ``AIOCOMMS_TOKEN_FILE``; None without a token.
 
     :param environ: the environment, as ``os.environ``.
     :raises ArgumentError: both variables are set; the token is too short or too long; the file cannot be read; or other
@@ -45,7 +45,7 @@ def read_token(environ: Mapping[str, str]) -> bytes | None:
 def job_token() -> bytes | None:
     """Return this job's token; None if the job has no token.
 
-    The token is read only once, because a file on a slow disk would block the event loop.
+    The token is read only once, because a read from a slow disk would block the event loop.
 
     :raises ArgumentError: as :func:`read_token`.
     """
@@ -59,10 +59,13 @@ def _kept(text: str | None, path: str | None) -> bytes | None:
 
 
 def check_exposed(what: str) -> None:
-    """Check that a token protects a port for other hosts, or that the operator allows a job without a token.
+    """Check that the job has a token, before a port is opened to other hosts.
 
-    :param what: the beginning of the error's message, which names the port that other hosts could reach.
-    :raises ArgumentError: the job has no token, and ``AIOCOMMS_ALLOW_UNAUTHENTICATED`` does not allow that.
+    The operator may also allow a job without a token.
+
+    :param what: the beginning of the error's message. It names the port that other hosts could reach.
+    :raises ArgumentError: the job has no token, and ``AIOCOMMS_ALLOW_UNAUTHENTICATED`` does not allow a job without a
+        token.
     """
     if os.environ.get(_ALLOWED, "0") in ("", "0") and job_token() is None:
         raise ArgumentError(
@@ -87,7 +90,7 @@ def same(a: bytes, b: bytes) -> bool:
 def claimed(record: bytes) -> bytes:
     """Return the value of a record in the store, without a check of the record's signature.
 
-    The record may come from another version.
+    The record may come from a rank with another version of aiocomms.
     """
     kind, rest = record[HEAD_BYTES : HEAD_BYTES + 1], record[HEAD_BYTES + 1 :]
     return rest[_MAC:] if kind == _SIGNED else rest
@@ -96,8 +99,8 @@ def claimed(record: bytes) -> bytes:
 class Seal:
     """A signer of one rank's records in the store, which also verifies the records of the communicator's other ranks.
 
-    Without a token the seal signs nothing, and any process can compute the result of :meth:`secret`. The key is
-    confidential: no text and no pickle contains it.
+    If the job has no token, the seal signs nothing, and any process can compute the result of :meth:`secret`. The key
+    is confidential: no text and no pickle contains it.
     """
 
     __slots__ = ("_key", "_signs")
@@ -111,7 +114,7 @@ class Seal:
         self._key = mac(token or b"", "aiocomms", *scope)
 
     def child(self, *scope: str | int) -> Seal:
-        """Return the seal of a communicator of some of these ranks."""
+        """Return the seal of a communicator that has some of this communicator's ranks."""
         child = Seal(None)
         child._signs = self._signs
         child._key = mac(self._key, "child", *scope)
@@ -135,10 +138,10 @@ class Seal:
         return RENDEZVOUS.head + sign + value
 
     def verify(self, key: str, rank: int, record: bytes) -> bytes:
-        """Return the value of another rank's record.
+        """Return the value in a record of another rank, after a check of the record.
 
         :raises AuthError: that rank did not sign the record.
-        :raises ProtocolError: the record is too long, of another version, or no record at all.
+        :raises ProtocolError: the record is too long, has another version, or does not have the format of a record.
         """
         if len(record) > HEAD_BYTES + 1 + _MAC + MAX_RECORD:
             raise ProtocolError(f"rank {rank}'s record {key!r} in the store has {len(record)} bytes", peer=rank)
@@ -173,7 +176,7 @@ def _checked(name: str, token: bytes) -> bytes:
 
 
 def _read_private(path: str) -> bytes:
-    """Return the beginning of a file that only this user can access, and that is not a link."""
+    """Return the first bytes of a file. Only this user may have access to the file, and the file must not be a link."""
     try:
         # With O_NONBLOCK, the opening of a pipe in place of the file does not wait for the other end.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -1,8 +1,8 @@
-"""The clock of a process, and the events for which its threads wait. A simulation replaces both.
+"""The clock of a process, and the events for which its threads wait. A simulation replaces the clock and the events.
 
-Code reads the time by ``clock.now()`` and waits by ``clock.event()``. The module's name must stand in front, because a
-simulation replaces these functions in the module. A simulation runs several simulated processes in one process, each
-with its own clock. Simulated time passes when all of these processes wait.
+Code reads the time by ``clock.now()`` and waits by ``clock.event()``. Code must write ``clock.`` before these names,
+because a simulation replaces the functions in this module. A simulation runs several simulated processes in one
+process, each with its own clock. Simulated time passes when all of these processes wait.
 """
 
 from __future__ import annotations
@@ -37,31 +37,34 @@ class ThreadEvent(Protocol):
 
 
 class Conduit(Protocol):
-    """One end of a simulated connection. Frames arrive in the order in which they are sent, or the connection ends."""
+    """One end of a simulated connection.
+
+    Frames arrive in the order in which they were sent. If a frame cannot arrive, the connection ends.
+    """
 
     heard: float
-    """The time of the other process's last sign of life, by the monotonic clock of this process."""
+    """The last time when this process knew that the other process was alive, by this process's monotonic clock."""
 
     def hear(self, on_frame: Callable[[Any], object], on_end: Callable[[bool], object]) -> None:
-        """Start to receive frames, beginning with the frames that have arrived already.
+        """Start to receive frames. The first frames are those that have already arrived.
 
         :param on_frame: a function that is called with each frame on the event loop's thread, even if all tasks of the
             loop wait.
-        :param on_end: a function that is called once when the other end is gone. Its argument is True if the other end
-            closed the connection.
+        :param on_end: a function that is called once when the connection has ended. The argument of the function is
+            True if the other end closed the connection.
         """
 
     def send(self, frame: Any) -> None:
         """Send an object, which no code may change afterwards. If the connection is over, the object is dropped."""
 
     def ping(self) -> None:
-        """Ask the other process for a sign of life.
+        """Send a message that the other process must answer, to check that this process is alive.
 
-        The answer comes from the connection, not from a task of that process.
+        The connection itself sends the answer, so the answer does not depend on a task of that process.
         """
 
     def close(self) -> None:
-        """End the connection after all sent frames have arrived."""
+        """End the connection. The frames that were already sent arrive before the end."""
 
 
 class Network(Protocol):
@@ -86,7 +89,10 @@ class Network(Protocol):
 
 
 class HeldLock(Protocol):
-    """The methods of a held lock. One thread waits for the lock, and another thread releases the lock once."""
+    """The methods of a lock that is locked when it is made.
+
+    One thread waits for the lock, and another thread releases the lock once.
+    """
 
     def acquire(self, *, timeout: float) -> bool:
         """Wait until the lock is released, for at most ``timeout`` seconds; return whether it was released."""
@@ -96,10 +102,10 @@ class HeldLock(Protocol):
 
 
 class Simulation(Protocol):
-    """A simulation of several processes. Each method acts for the simulated process that runs now."""
+    """A simulation of several processes. Each method applies to the simulated process that runs now."""
 
     def now(self) -> float:
-        """Return the seconds of the process's monotonic clock."""
+        """Return the time of the process's monotonic clock, in seconds."""
 
     def wall(self) -> float:
         """Return the seconds since 1970 by the process's clock."""
@@ -127,7 +133,7 @@ class Simulation(Protocol):
         """
 
     def launched(self) -> tuple[Store, int, int]:
-        """Return the launcher's store, this rank, and the number of ranks."""
+        """Return the launcher's store, the rank of the process, and the number of ranks."""
 
     def token_bytes(self, count: int) -> bytes:
         """Return random bytes, which depend on the seed."""
@@ -136,31 +142,34 @@ class Simulation(Protocol):
         """Return the name of the process's host. Each rank has a separate host."""
 
     def serve_store(self) -> tuple[Store, int]:
-        """Serve a new store, which ends with the process; return the store and its port."""
+        """Serve a new store until the process ends; return the store and its port."""
 
     def reach_store(self, host: str, port: int, timeout: float) -> Store:
         """Connect to a store that another process serves. Blocks.
 
-        :raises OSError: no process serves a store there, or the server does not answer within ``timeout`` seconds.
+        :raises OSError: no process serves a store at this host and port, or the server does not answer within
+            ``timeout`` seconds.
         """
 
     def wires(self) -> Wires:
-        """Return the connections of the process's endpoints before they have a communicator; see ``lines.py``."""
+        """Return the factory of the connections that the process's endpoints use before they have a communicator."""
 
 
 now: Callable[[], float] = time.monotonic
-"""Return the seconds of the monotonic clock."""
+"""Return the time of the monotonic clock, in seconds."""
 wall: Callable[[], float] = time.time
 """Return the seconds since 1970."""
 event: Callable[[], ThreadEvent] = threading.Event
 """Make an event for which threads wait."""
 token_bytes: Callable[[int], bytes] = secrets.token_bytes
-"""Return random bytes that no other process can guess, for values that may change what a program does.
+"""Return random bytes that no other process can guess.
 
-A simulation with the same seed returns the same bytes.
+Use them for values on which the behaviour of a program may depend.
+
+In a simulation, the bytes depend only on the seed.
 """
 simulation: Simulation | None = None
-"""The simulation that runs, or None."""
+"""The simulation that runs now; None outside a simulation."""
 
 _state: dict[str, Any] = {}
 
@@ -171,7 +180,10 @@ def state() -> dict[str, Any]:
 
 
 def held_lock() -> HeldLock:
-    """Make a lock that is already held. Its release wakes one thread, and is faster than an event."""
+    """Make a lock that is already held.
+
+    The release of the lock wakes one thread, and is faster than :meth:`ThreadEvent.set`.
+    """
     if simulation is not None:
         return _EventLock()
     lock = allocate_lock()

@@ -15,9 +15,10 @@ _KINDS: Final = ("socket:", "pipe:", "anon_inode:")
 def closed_on_exec() -> Iterator[None]:
     """Set close-on-exec, at the end of the context, on sockets, pipes and epolls that were opened within the context.
 
-    The kernel does not tell which thread has opened a descriptor. So the context also changes a descriptor that another
-    thread opens meanwhile to pass it to a child by number. Descriptors that Python passes to a child are safe, because
-    Python makes them inheritable later, in the child.
+    The kernel does not report which thread has opened a descriptor. So the context also sets the flag on a descriptor
+    that another thread opens at this time. If that thread passes only the number of the descriptor to a child, the
+    child cannot use the descriptor. Descriptors that Python passes to a child are safe, because Python clears the flag
+    later, in the child.
     """
     before = _inheritable()
     try:

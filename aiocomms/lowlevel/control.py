@@ -1,8 +1,8 @@
-"""The encoding of control messages: all messages between ranks except tensors.
+"""The encoding of control messages. All messages between ranks are control messages, except messages with tensor data.
 
 A control message is a msgspec record, or one of a union of records, and is sent as msgpack. If the ranks have not
-compared versions before, the message begins with the head of its format (:mod:`.versions`). The decoder limits the size
-of a message, and checks its content. Every wrong message raises :class:`ProtocolError`.
+compared versions before, the message begins with the name and version of its format (:mod:`.versions`). The decoder
+limits the size of a message, and checks its content. Every wrong message raises :class:`ProtocolError`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class ControlCodec(Generic[_T]):
     def __init__(self, kind: Any, what: str, *, dialect: Dialect | None = None, limit: int = LIMIT) -> None:
         """Describe the format.
 
-        :param kind: the type of the format's messages, or a union of types.
-        :param what: the name of a message, with which the text of errors begins.
-        :param dialect: the format and version with which each message begins; None if the ranks have compared versions
-            before.
+        :param kind: the type of the format's messages. It may be a union of types.
+        :param what: the name of a message of this format. The texts of errors begin with this name.
+        :param dialect: the format and version with which each message begins. None: the ranks have already compared
+            versions.
         :param limit: the largest size of a message in bytes, without the head.
         """
         self._what = what
@@ -48,13 +48,13 @@ class ControlCodec(Generic[_T]):
     def decode(self, data: bytes | bytearray | memoryview, peer: int | None = None) -> _T:
         """Return the message that :meth:`encode` encoded.
 
-        :param peer: the rank that has sent the message, for the error.
+        :param peer: the rank that has sent the message; the error names this rank.
         :raises ProtocolError: the data are not a message of this format, are too long, or are of another version.
         """
         return self._decode(self._body(data, peer), peer)
 
     def encode_padded(self, word: _T, size: int) -> bytes:
-        """Return a message as at least ``size`` bytes, for a receiver that must know the size."""
+        """Return a message as bytes, padded to at least ``size`` bytes, for a receiver that must know the size."""
         body = self._encoder.encode(word)
         return (self._head + len(body).to_bytes(_LENGTH_BYTES, "little") + body).ljust(size, b"\0")
 
@@ -65,7 +65,7 @@ class ControlCodec(Generic[_T]):
         return self._decode(body[_LENGTH_BYTES:end], peer)
 
     def unreadable(self, why: object, peer: int | None = None) -> ProtocolError:
-        """Return the error for a message that cannot be decoded."""
+        """Return the error for a message that this codec cannot decode."""
         who = "" if peer is None else f" of rank {peer}"
         return ProtocolError(f"{self._what}{who} makes no sense: {why}", peer=peer)
 

@@ -1,4 +1,4 @@
-"""Copies between two tensors of this process: copies of messages, and background copies of low priority."""
+"""Copies between tensors of this process. They are copies of messages, or background copies of low priority."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from aiocomms.ops.writing import note_copy, write, writing
 
 
 def copy_message(given: Tensor, wanted: Tensor, src: int) -> CommError | None:
-    """Copy the tensor of a send of this process into the buffer of the matching receive.
+    """Copy the sender's tensor into the buffer of the matching receive. Both operations are in this process.
 
     :param given: the sender's tensor.
     :param wanted: the receiver's tensor, which may have another shape.
     :param src: the sender's rank.
-    :returns: the error of the receive, see :func:`misfit`; None if the receive succeeded.
+    :returns: the error of the receive, as :func:`misfit` returns it; None if the receive succeeded.
     """
     if given.requires_grad:  # An autograd graph does not reach from one rank to another.
         given = given.detach()
@@ -35,11 +35,11 @@ def copy_message(given: Tensor, wanted: Tensor, src: int) -> CommError | None:
 
 
 class YieldingCopy:
-    """A copier of tensors that yields the processor to all other threads and processes. Any thread can stop it.
+    """A copier of tensors that leaves the processor to all other threads and processes. Any thread can stop the copier.
 
-    A native thread of the lowest priority copies. Meanwhile the caller's thread waits without the interpreter's lock.
-    The caller's thread itself copies tensors that need a conversion. Without native code, this thread copies all
-    tensors.
+    A native thread with the lowest priority makes the copies. During a copy, the caller's thread waits, and does not
+    hold the interpreter's lock. The caller's thread itself copies tensors that need a conversion. Without native code,
+    the caller's thread copies all tensors.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class YieldingCopy:
         self._stopped = False
 
     def stop(self) -> None:
-        """Stop copying. A running copy ends soon. Any thread may call this."""
+        """Stop copying. A running copy ends soon. Any thread may call this method."""
         self._stopped = True
         if self._native is not None:
             self._native.stop()
@@ -73,6 +73,6 @@ class YieldingCopy:
 
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors are on the CPU, and equal values have equal bytes in both tensors."""
+    """Return True if two tensors are on the CPU, and both tensors represent equal values by equal bytes."""
     on_cpu = one.device.type == other.device.type == "cpu"
     return on_cpu and one.dtype == other.dtype and not (other.is_conj() or other.is_neg())

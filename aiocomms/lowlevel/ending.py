@@ -1,4 +1,4 @@
-"""The registration of functions that Python calls at its end, after all exit handlers of the program."""
+"""The registration of functions that run when the interpreter ends, after all exit handlers of the program."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 _register_first: Any = getattr(threading, "_register_atexit", None)
-"""Python's function that registers a call for the beginning of Python's end, before any exit handler.
+"""A function of Python that registers a call for the end of the interpreter. The call runs before any exit handler.
 
-``concurrent.futures`` uses this function, too.
+``concurrent.futures`` also uses this function.
 """
 _handlers: Any = atexit
 _calls = contextlib.ExitStack()

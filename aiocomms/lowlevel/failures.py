@@ -1,6 +1,9 @@
-"""The errors that every transport raises for the same reasons. One function makes each error, so that texts agree.
+"""The errors that all transports raise in the same situations.
 
-The errors of a rank that has closed or died need only the rank, so their functions are in ``errors``.
+One function creates each kind of error, so that its text is the same for all transports.
+
+The module ``errors`` has the functions for errors of a closed or dead rank, because such an error depends only on the
+rank.
 """
 
 from __future__ import annotations
@@ -27,17 +30,20 @@ _LONGEST: Final = 2000
 _TRAVELS: Final = {
     cls.__name__: cls for cls in (CommAbortedError, CommTimeoutError, DriverLostError, MismatchError, PeerDiedError)
 }
-"""The errors with which :meth:`aiocomms.transport.Transport.abort` is called, and that the other ranks then raise."""
+"""The classes of errors that are passed to :meth:`aiocomms.transport.Transport.abort`.
+
+The other ranks then raise errors of these classes.
+"""
 
 _OF_OTHERS: Final = (CommAbortedError, PeerDiedError, WorkerError)
-"""The errors whose ``peer`` is the rank at fault.
+"""The classes of errors whose attribute ``peer`` is the rank at fault.
 
-MismatchError is not among them, because either rank may be at fault.
+MismatchError is not one of these classes, because either of the two ranks may be at fault.
 """
 
 
 def is_caused(error: BaseException | None) -> bool:
-    """Return True if this rank knows that another rank has caused the error that ends this rank."""
+    """Return True if the error ends this rank, and this rank knows that another rank has caused the error."""
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_caused, error.exceptions))
     if isinstance(error, CommTimeoutError) and error.late:
@@ -52,8 +58,8 @@ def misfit(
 ) -> MessageTruncatedError | MismatchError | None:
     """Return the error of a receive whose buffer does not fit the message; None if the buffer fits.
 
-    After a :class:`MessageTruncatedError` the buffer holds the first bytes of the message, as many as fit. After a
-    :class:`MismatchError` the buffer is unchanged.
+    After a :class:`MessageTruncatedError`, the buffer contains as many of the first bytes of the message as fit into
+    it. After a :class:`MismatchError` the buffer is unchanged.
 
     :param rank: the sender.
     :param dtype: the message's dtype.
@@ -80,7 +86,7 @@ def disagreement(peer: int, theirs: str, rank: int, mine: str) -> MismatchError:
 
 
 class Reason(msgspec.Struct, array_like=True, frozen=True):
-    """The reason why a rank ends its communicator, in the form that the rank sends to the other ranks.
+    """The reason for which a rank ends its communicator, in the form in which the rank sends the reason to other ranks.
 
     A reason is small enough for a control message. The receiver checks the reason.
     """
@@ -89,13 +95,16 @@ class Reason(msgspec.Struct, array_like=True, frozen=True):
     """The name of the error's class."""
     message: str
     peer: int
-    """The rank at fault; for a timeout, the rank whose deadline has passed."""
+    """The rank at fault. For a timeout, this is the rank whose deadline has passed."""
     late: tuple[int, ...] = ()
-    """The ranks for which the sender has waited until its deadline."""
+    """The late ranks. The sender of this reason has waited for them until the sender's deadline."""
 
     @classmethod
     def of(cls, error: CommError, rank: int) -> Reason:
-        """Return the reason that ``rank`` sends to the other ranks when an error ends its communicator."""
+        """Return the reason for an error that ends the communicator of ``rank``.
+
+        The rank sends the reason to the other ranks.
+        """
         name = type(error).__name__
         late: tuple[int, ...] = ()
         peer = error.peer
@@ -105,7 +114,7 @@ class Reason(msgspec.Struct, array_like=True, frozen=True):
         return cls(name if name in _TRAVELS else "CommAbortedError", error.message[:_LONGEST], peer, late)
 
     def to_error(self) -> CommError:
-        """Return the error of the communicator on a rank that has received the reason."""
+        """Return the error that a rank raises after it has received the reason."""
         kind = _TRAVELS.get(self.error, CommAbortedError)
         if kind is CommTimeoutError:
             return CommTimeoutError(self.message[:_LONGEST], late=self.late, teller=self.peer)

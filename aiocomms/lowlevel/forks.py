@@ -1,4 +1,4 @@
-"""The handling of forks. A child closes its parent's connections, and never destroys objects with threads.
+"""The handling of forks. A child closes its parent's connections, and never destroys objects that have threads.
 
 A connection ends when all processes have closed their descriptors of the connection. If a child kept its parent's
 connections, the other ranks would not notice the parent's death.
@@ -22,7 +22,7 @@ Address = str | bytes | tuple[Any, ...]
 
 
 class Unshared:
-    """Addresses at which ranks listen for each other.
+    """The addresses at which ranks listen for connections of other ranks.
 
     A forked child closes every connection from or to one of these addresses.
 
@@ -30,7 +30,10 @@ class Unshared:
     """
 
     def __init__(self, *addresses: Address) -> None:
-        """Keep the addresses until :meth:`release`, or until no reference to this object is left."""
+        """Register the addresses.
+
+        They stay registered until :meth:`release`, or until no reference to this object is left.
+        """
         self._records: list[bytes] = []
         self._owner: Callable[[], object] = lambda: None
         for address in addresses:
@@ -46,7 +49,9 @@ class Unshared:
         self._records.remove(_packed(address))
 
     def belongs_to(self, owner: object) -> None:
-        """Keep these addresses as long as ``owner`` exists. The owner is the object that uses the connections.
+        """Keep these addresses registered as long as ``owner`` exists.
+
+        The owner is the object that uses the connections.
 
         A child never destroys the owner, because the destructor would wait for threads that only the parent has.
         """
@@ -54,7 +59,7 @@ class Unshared:
         _of[owner] = self
 
     def release(self) -> None:
-        """Remove all addresses, because the connections are closed, and other sockets may get the same addresses."""
+        """Remove all addresses. Their connections are closed, and other sockets may get the same addresses."""
         self._records = []
         self._owner = lambda: None
 
@@ -64,7 +69,7 @@ class Unshared:
         return len(packed) > 0 and any(packed in record for record in self._records)
 
     def let_go(self) -> None:
-        """Keep the owner, and release the addresses, in a forked child."""
+        """Release the addresses in a forked child, and never destroy the owner there."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._owner()))
         self.release()
 
@@ -74,7 +79,10 @@ _of: weakref.WeakKeyDictionary[object, Unshared] = weakref.WeakKeyDictionary()
 
 
 def _packed(address: Address) -> bytes:
-    """Return a unix socket's name, or the beginning of a struct sockaddr_in or sockaddr_in6, without the scope."""
+    """Return the name of a unix socket, or the first bytes of the struct of an internet socket, without the scope.
+
+    The struct is sockaddr_in or sockaddr_in6.
+    """
     if not isinstance(address, tuple):
         return address.encode() if isinstance(address, str) else address
     host, port, *flow = address
@@ -104,7 +112,7 @@ def _let_go() -> None:
 
 
 def _ends(fd: int) -> list[Address]:
-    """Return the addresses of both ends of a unix or internet socket; none for any other descriptor."""
+    """Return the addresses of both ends of a unix or internet socket; an empty list for any other descriptor."""
     found: list[Address] = []
     with contextlib.suppress(OSError):  # The descriptor that lists the folder is closed by now.
         if stat.S_ISSOCK(os.fstat(fd).st_mode):

@@ -1,10 +1,12 @@
 """The gate, which connects a rank with every other rank of its communicator, and drops all other connections.
 
-The rank with the higher number connects. Both sides authenticate by the dialogues of ``handshake.py``.
+Of two ranks, the rank with the higher number connects, and the other rank accepts. Both sides authenticate by the
+dialogues of ``handshake.py``.
 
-The gate drops a connection that does not authenticate in time. If there are too many connections, the gate drops the
-oldest silent connection of the host that has most silent connections. So one host that opens many connections does not
-displace the ranks of other hosts. The gate drops silent connections before all others.
+The gate drops a connection that does not authenticate in time. A connection is silent until its first message. If there
+are too many connections, the gate drops a silent connection. It chooses the host with the largest number of silent
+connections, and drops the oldest of these. So one host that opens many connections does not make the gate drop
+connections of other hosts. The gate drops other connections only if no connection is silent.
 """
 
 from __future__ import annotations
@@ -30,14 +32,17 @@ from aiocomms.lowlevel.handshake import (
 )
 
 PATIENCE: Final = 5.0
-"""The seconds in which the other end of a new connection must prove that it is a rank."""
+"""The time in seconds within which the other end of a new connection must prove that it is a rank."""
 MOST_HALF_OPEN: Final = 128
-"""The largest number of connections without authentication at a time, besides one for each rank."""
+"""The largest number of connections that are not authenticated at one time.
+
+One connection for each rank is allowed in addition.
+"""
 AT_ONCE: Final = 16
-"""The largest number of connections that are accepted before the existing connections make progress."""
+"""The largest number of connections that the gate accepts before it reads from the existing connections again."""
 
 _PAUSE: Final = 0.01
-"""The seconds before another attempt to connect."""
+"""The time in seconds until the next attempt to connect."""
 _CREDENTIALS: Final = struct.Struct("iII")  # This is struct ucred.
 
 Proved = tuple[int, socket.socket]
@@ -45,7 +50,7 @@ Proved = tuple[int, socket.socket]
 
 
 class HalfOpen:
-    """A connection that is not authenticated yet, and its dialogue."""
+    """A connection that is not authenticated yet, and the dialogue that authenticates the connection."""
 
     got: bytes
 
@@ -57,7 +62,8 @@ class HalfOpen:
         """Start the dialogue.
 
         :param peer: the rank to which this rank has connected; None if the other side has connected.
-        :param source: the host that has connected; None after its first message, or if this rank has connected.
+        :param source: the host that has connected. None: this rank has connected, or the host has already sent its
+            first message.
         """
         connection.setblocking(False)
         self.connection: socket.socket = connection
@@ -71,7 +77,7 @@ class HalfOpen:
     def read(self) -> int | None:
         """Read the bytes that have arrived, and continue the dialogue with them.
 
-        :returns: the peer's rank; None as long as the peer has not proved it.
+        :returns: the peer's rank; None as long as the peer has not proved its rank.
         :raises RefusedError: the peer is not a rank of this communicator.
         :raises OSError: the connection is gone.
         """
@@ -93,7 +99,7 @@ class HalfOpen:
 class Entrance:
     """The connections that are not authenticated yet.
 
-    Many connections of one host do not displace the connections of another host.
+    Even if one host opens many connections, they do not make the entrance drop the connections of other hosts.
     """
 
     dropped: int
@@ -111,15 +117,17 @@ class Entrance:
         self.dropped = 0
         """The number of connections that were dropped."""
         self.versions: set[int] = set()
-        """The other versions of the handshake that dropped connections have used."""
+        """The versions that dropped connections used in the handshake, except this rank's own version."""
 
     def __len__(self) -> int:
         return len(self._half_open)
 
     def accept(self, listener: socket.socket, dialogue: Callable[[socket.socket], Dialogue]) -> list[Proved]:
-        """Accept some of the waiting connections. The others wait, so that the accepted connections make progress.
+        """Accept some of the waiting connections.
 
-        :returns: the connections that have authenticated already.
+        The remaining connections stay in the queue, so that the accepted connections make progress.
+
+        :returns: the connections that are already authenticated.
         """
         proved = []
         for _ in range(AT_ONCE):
@@ -175,7 +183,7 @@ class Entrance:
         return peer, half.connection
 
     def expired(self) -> list[HalfOpen]:
-        """Drop the connections whose deadline has passed, and return them."""
+        """Drop the connections whose deadline has passed, and return these connections."""
         now = clock.now()
         late = [half for half in self._half_open.values() if now >= half.ends]
         for half in late:
@@ -183,7 +191,7 @@ class Entrance:
         return late
 
     def next_end(self) -> float:
-        """Return the time at which the next connection expires; infinity if there is none."""
+        """Return the earliest time at which a connection expires; infinity if there are no connections."""
         return min((half.ends for half in self._half_open.values()), default=math.inf)
 
     def drop(self, half: HalfOpen) -> None:
@@ -199,7 +207,7 @@ class Entrance:
             self.drop(half)
 
     def close(self) -> None:
-        """Close all connections, and do not count them as dropped."""
+        """Close all connections. These connections do not count as dropped."""
         for half in self._half_open.values():
             half.connection.close()
         self._half_open.clear()
@@ -212,7 +220,7 @@ class Entrance:
             self.drop(next(half for half in self._half_open.values() if half.peer is None))
 
     def _heard(self, half: HalfOpen) -> None:
-        """Note that a connection is no longer silent."""
+        """Record that a connection is no longer silent."""
         if half.source is not None:
             others = self._silent[half.source]
             del others[half.connection]
@@ -227,7 +235,10 @@ class Entrance:
 
 
 class Gate:
-    """An opener of one rank's connections, which also authenticates them. Its methods block the calling thread."""
+    """The gate of one rank, which opens and authenticates the connections of the rank.
+
+    Its methods block the calling thread.
+    """
 
     def __init__(self, rank: int, key: bytes, connectors: Mapping[int, Callable[[], socket.socket]], size: int) -> None:
         """Begin without connections.
@@ -255,7 +266,7 @@ class Gate:
 
         :returns: a connection to each rank.
         :raises CommTimeoutError: the deadline has passed. The message names the ranks that did not connect.
-        :raises AuthError: the process at a rank's address does not prove that it is that rank.
+        :raises AuthError: the process at the address of a rank does not prove its rank.
         """
         ends = clock.now() + seconds
         retry = 0.0
@@ -327,7 +338,10 @@ class Gate:
 
 
 def _source(address: object) -> str:
-    """Return the source of a connection: an IPv4 address, or an IPv6 network, because a host can have a network."""
+    """Return the source of a connection: an IPv4 address, or an IPv6 network.
+
+    One host can use all addresses of an IPv6 network.
+    """
     if not isinstance(address, tuple):
         return ""  # A unix socket has no host address, and belongs to this user.
     host = str(address[0]).partition("%")[0]

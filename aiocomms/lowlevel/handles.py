@@ -11,7 +11,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def uncompiled(function: _F) -> _F:
-    """Make ``torch.compile`` call a function without compiling it, between two graphs.
+    """Make ``torch.compile`` leave a function uncompiled.
+
+    The graph ends before a call of the function, and another graph begins after the call.
 
     ``torch.compiler.disable`` wraps a function, which costs time in every call. This decorator only marks the function.
     """

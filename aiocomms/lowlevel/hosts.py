@@ -27,7 +27,7 @@ _SIOCGIFADDR: Final = 0x8915
 
 
 def host_id(*namespaces: str) -> str:
-    """Return an identifier of this host, and of this process's namespaces on it.
+    """Return an identifier of this host, and of some namespaces of this process.
 
     :param namespaces: kinds of namespaces that the identifier includes. With ``"net"``, ranks with the same identifier
         share a loopback interface.
@@ -37,10 +37,10 @@ def host_id(*namespaces: str) -> str:
 
 
 def this_process() -> tuple[str, int]:
-    """Return the identifier of this process's host and pid namespace, and the process's number there.
+    """Return an identifier of this process's host and pid namespace, and the number of this process in that namespace.
 
-    Processes with the same identifier can map each other's memory. In a simulation, each rank has its own identifier,
-    and the number is 0.
+    Processes with the same identifier of host and namespace can map each other's memory. In a simulation, each rank has
+    its own identifier, and the number is 0.
     """
     if clock.simulation is not None:
         return clock.simulation.host(), 0
@@ -48,7 +48,10 @@ def this_process() -> tuple[str, int]:
 
 
 def process_number(pid: int) -> int:
-    """Return a number for a process; 0 if no process has the pid. Later processes with this pid get other numbers."""
+    """Return a number that identifies a process; 0 if no process has the pid.
+
+    Later processes with this pid get other numbers.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except OSError:
@@ -61,7 +64,7 @@ def process_descriptor(number: int) -> int | None:
     """Return a descriptor that becomes readable when a process of this pid namespace ends; see ``pidfd_open(2)``.
 
     :param number: the process's number, see :func:`process_number`.
-    :returns: the descriptor; None if the kernel gives no descriptor, or ``number`` is 0.
+    :returns: the descriptor; None if the kernel refuses to open a descriptor, or ``number`` is 0.
     :raises ProcessLookupError: the process has ended. Another process may have its pid now.
     """
     pid = number % (1 << _PID_BITS)
@@ -88,15 +91,15 @@ def _ended(fd: int) -> bool:
 
 
 def reachable_address(names: Iterable[str], store: Store | None) -> str:
-    """Return the address at which ranks on other hosts reach this host; never a wildcard.
+    """Return the address at which ranks on other hosts reach this host. The address is never a wildcard.
 
-    This is the address of the network interface that ``AIOCOMMS_IFACE`` names. If that variable is not set, this is the
-    address of the interface that leads to the store, to ``MASTER_ADDR``, or to another rank's host.
+    It is the address of the network interface in ``AIOCOMMS_IFACE``. If that variable is not set, it is the address of
+    the interface that this host uses to reach the store, ``MASTER_ADDR``, or the host of another rank.
 
     :param names: the names or addresses of the hosts on which other ranks run.
-    :param store: the store at which the ranks met. All ranks can reach the store's host.
-    :raises ArgumentError: no such address is found, or the job has no token. Without a token, no port may be open to
-        other hosts.
+    :param store: the store through which the ranks have found each other. All ranks can reach the store's host.
+    :raises ArgumentError: no address is found, or the job has no token. Without a token, no port may be open to other
+        hosts.
     """
     if clock.simulation is not None:
         return clock.simulation.host()

@@ -1,4 +1,7 @@
-"""The client of a job's store: direct in the server's process, over an authenticated connection in other processes."""
+"""The client of a job's store.
+
+In the server's process, the client calls the server directly. In other processes, it uses an authenticated connection.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ _LONGEST_PAUSE: Final = 0.05
 
 
 class JobStore(Store):
-    """A ``torch.distributed.Store`` over the server of this process, or over a connection to another process's server.
+    """A ``torch.distributed.Store`` that uses the server of this process, or a connection to another process's server.
 
     torch's wrappers (``PrefixStore``) hold no reference to this object, so the user of a wrapper must keep a reference.
     When no reference is left, the store releases the server, or closes the connection.
@@ -39,7 +42,7 @@ class JobStore(Store):
         """Create the store.
 
         :param made_of: the server of this process, or an authenticated connection to another process's server.
-        :param timeout: the seconds for which a call waits for an answer or a key.
+        :param timeout: the time in seconds for which a call waits for an answer or for a key.
         """
         self._server = made_of if isinstance(made_of, StoreServer) else None
         self._connection = None if isinstance(made_of, StoreServer) else made_of
@@ -62,7 +65,7 @@ class JobStore(Store):
         return self._server is not None and self._server.is_there
 
     def listening(self) -> contextlib.ExitStack:
-        """Enter :meth:`admitting`, and return the stack that exits :meth:`admitting`.
+        """Enter the context of :meth:`admitting`. Return a stack whose ``close`` exits this context.
 
         Both the entry and the exit block.
         """
@@ -74,7 +77,7 @@ class JobStore(Store):
     def admitting(self) -> Iterator[None]:
         """Let new ranks connect within the context, if this process serves the store.
 
-        The end of the last such context closes the port.
+        When the last of these contexts ends, the store closes the port.
         """
         with contextlib.nullcontext() if self._server is None else self._server.listening():
             yield
@@ -103,16 +106,16 @@ class JobStore(Store):
     # ------------------------------------------------------------------------------------ the methods of torch's stores
 
     def set(self, key: str, value: str | bytes) -> None:
-        """See ``torch.distributed.Store.set``. The value may also be bytes."""
+        """See ``torch.distributed.Store.set``. Here the value may also be bytes."""
         self._ask("set", key, _raw(value))
 
     def get(self, key: str) -> bytes:
-        """See ``torch.distributed.Store.get``. The call waits for the key."""
+        """See ``torch.distributed.Store.get``. The call waits until the key is set."""
         value: bytes | None = self._ask("get", key)
         return self.multi_get([key])[0] if value is None else value
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """See ``torch.distributed.Store.multi_get``. The call waits for the keys."""
+        """See ``torch.distributed.Store.multi_get``. The call waits until all keys are set."""
         values: list[bytes | None] = self._ask("multi_get", keys)
         if None in values:
             self.wait(keys)
@@ -122,7 +125,7 @@ class JobStore(Store):
         return values  # type: ignore[return-value]  # No value is None.
 
     def append(self, key: str, value: str | bytes) -> None:
-        """See ``torch.distributed.Store.append``. The value may also be bytes."""
+        """See ``torch.distributed.Store.append``. Here the value may also be bytes."""
         self._ask("append", key, _raw(value))
 
     def add(self, key: str, amount: int) -> int:
@@ -140,7 +143,7 @@ class JobStore(Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """See ``torch.distributed.Store.wait``.
 
-        :raises DistStoreError: a key was not set in time.
+        :raises DistStoreError: a key was not set before the timeout.
         """
         patience = (self.timeout if timeout is None else timeout).total_seconds()
         ends, pause = clock.now() + patience, _FIRST_PAUSE
@@ -159,7 +162,7 @@ class JobStore(Store):
         return int(self._ask("num_keys"))
 
     def clone(self) -> JobStore:
-        """Return the store itself, because one connection is enough: no call waits at the server."""
+        """Return the store itself. One connection is enough, because the server never waits for a key."""
         return self
 
     deleteKey: Final = delete_key  # noqa: N815 - torch looks these two up by their names in C++
@@ -173,8 +176,8 @@ def prove(connection: socket.socket, key: bytes, rank: int, patience: float, to:
     :param to: the name of the server.
     :returns: the connection.
     :raises AuthError: the server has another token.
-    :raises ProtocolError: the server has another version, or speaks another protocol.
-    :raises OSError: the server closes the connection, or answers too late.
+    :raises ProtocolError: the server has another version, or uses another protocol.
+    :raises OSError: the server closes the connection, or does not answer in time.
     """
     try:
         dialogue = connector_dialogue(tune(connection, OUTAGE), key, rank, to)

@@ -1,4 +1,4 @@
-"""Functions that load shared libraries without blocking the event loop, and optional native code."""
+"""Functions that load shared libraries without blocking the event loop, or load the package of native code."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ def native() -> Any:
 
 
 def load_libraries(paths: Iterable[str | os.PathLike[str]]) -> None:
-    """Load shared libraries without holding the interpreter's lock, and ignore failures. Call this in a thread.
+    """Load shared libraries without holding the interpreter's lock, and ignore failures.
 
-    An import and ``ctypes.CDLL`` hold that lock until a library is read from the disk and linked, and so block the
-    event loop. After this call, the library is loaded, so an import is fast. If this call failed, the import raises the
-    error.
+    Call this function in a thread.
+
+    An import or ``ctypes.CDLL`` holds the interpreter's lock until a library is read from the disk and linked. This
+    blocks the event loop. After a call of this function, the library is loaded, so an import of the library is fast. If
+    the library cannot be loaded, the later import raises the error.
     """
     dlopen = ctypes.CDLL(None).dlopen
     dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p

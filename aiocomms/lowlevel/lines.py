@@ -1,7 +1,7 @@
-"""The connections by which endpoints call each other: over sockets (``wires.py``), or in a simulation.
+"""The connections by which an endpoint calls another endpoint. They use sockets (``wires.py``) or a simulated network.
 
-One process listens, and other processes call this process. Each call opens a line: a connection for messages of two
-processes.
+One process listens for calls, and other processes call this process. Each call opens a line, which is a connection for
+messages between two processes.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, Final, Protocol
 ENDPOINT: Final = "the endpoint"
 """The name of the called endpoint in the handshake, in place of a rank."""
 CALLER: Final = 0
-"""The rank of the endpoint that connects. The other endpoint has rank 1."""
+"""The rank that the connecting endpoint has in the communicator of both endpoints. The other endpoint has rank 1."""
 
 
 class EndpointLine(Protocol):
     """A connection to another endpoint, for one message at a time. Its methods block.
 
-    A line from :meth:`LineCall.run` has the deadline of that call. For a line that a :class:`Reception` accepts, first
-    call :meth:`extend`, which sets a deadline.
+    A line that :meth:`LineCall.run` returns has the deadline of its call. For a line that a :class:`Reception` has
+    accepted, first call :meth:`extend`, because this method sets the deadline.
     """
 
     host: str
@@ -34,7 +34,7 @@ class EndpointLine(Protocol):
         """
 
     def hear(self) -> bytes:
-        """Wait for the next message.
+        """Wait for the next message, and return it.
 
         :raises PeerDiedError: the other endpoint is gone, and all its messages were received.
         :raises CommTimeoutError: the line's deadline has passed.
@@ -42,22 +42,24 @@ class EndpointLine(Protocol):
         """
 
     def extend(self, seconds: float) -> None:
-        """Set the deadline of further messages to ``seconds`` from now."""
+        """Set the deadline of all later messages to ``seconds`` seconds from now."""
 
     def close(self) -> None:
-        """Close the line. Any thread may call this. A thread that waits for a message gets :class:`PeerDiedError`.
+        """Close the line.
+
+        Any thread may call this method. A thread that waits in :meth:`hear` gets :class:`PeerDiedError`.
 
         Idempotent.
         """
 
 
 class LineCall(Protocol):
-    """A call of another endpoint, to open a line."""
+    """A call to another endpoint, which opens a line."""
 
     def run(self) -> EndpointLine:
         """Connect, and prove that this process belongs to the job.
 
-        Block until this is done, or until :meth:`hang_up` is called.
+        Block until the proof is complete, or until :meth:`hang_up` is called.
 
         :raises PeerDiedError: no endpoint listens at the address.
         :raises CommTimeoutError: the endpoint does not answer.
@@ -65,9 +67,9 @@ class LineCall(Protocol):
         """
 
     def hang_up(self) -> None:
-        """End the call and its line, and wake threads that wait for the call or the line.
+        """End the call and its line, and wake the threads that wait for the call or for the line.
 
-        Safe on any thread. Idempotent.
+        Any thread may call this method. Idempotent.
         """
 
 
@@ -88,7 +90,7 @@ class ReceptionDriver(Protocol):
 
 
 class Reception(Protocol):
-    """The listener of one endpoint, which accepts calls."""
+    """The listener of one endpoint. It accepts the calls of other endpoints."""
 
     host: str
     """The address of this host at which the endpoint listens."""
@@ -97,12 +99,13 @@ class Reception(Protocol):
     def open(self, key: bytes, let_in: Callable[[EndpointLine], object]) -> None:
         """Accept calls from now on.
 
-        :param key: a key. If the job has a token, only processes of the job know the key.
-        :param let_in: a function that gets the line of each authenticated call, on the event loop's thread.
+        :param key: the key with which callers authenticate. If the job has a token, only processes of the job know this
+            key.
+        :param let_in: a function that is called on the event loop's thread with the line of each authenticated call.
         """
 
     def close(self) -> None:
-        """Stop listening. ``let_in`` is not called afterwards."""
+        """Stop listening. After that, ``let_in`` is not called."""
 
 
 class Wires(Protocol):
@@ -112,7 +115,7 @@ class Wires(Protocol):
         """Find the address at which an endpoint listens. Blocks, because a name may need a lookup.
 
         :param host: a name or an address of this host.
-        :returns: a function that listens there, on a free port, and does not block. This function raises an
+        :returns: a function that listens at this address, on a free port, and does not block. This function raises an
             ArgumentError if ``host`` is not one address of this host, or if other hosts could reach the address and the
             job has no token. If listening fails, this function raises a CommError.
         :raises ArgumentError: ``host`` does not resolve to an address.
@@ -122,7 +125,7 @@ class Wires(Protocol):
         """Begin a call. Does not block.
 
         :param key: the key with which the reception was opened.
-        :param seconds: the time for the call and for all messages on its line together.
+        :param seconds: the time in seconds for the call and all messages on its line, in total.
         :param name: the endpoint's name, for errors.
         :raises CommError: the process has no file descriptor left for the call.
         """

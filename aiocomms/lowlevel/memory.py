@@ -1,8 +1,10 @@
-"""The memory in use: the tensors of pending ops and open windows of all communicators of this process.
+"""The memory in use.
 
-Code that moves a tensor's memory calls :func:`in_use` first, because another communicator, on another thread, may have
-given the address to the network. The start of an op records nothing: only the rare call of :func:`in_use` asks all
-holders.
+It is the memory of the tensors of pending ops and open windows, for all communicators of this process.
+
+Code that moves the memory of a tensor must call :func:`in_use` first. Another communicator, perhaps on another thread,
+may have given the old address to the network. The start of an op records nothing. Instead, the rare call of
+:func:`in_use` asks all holders.
 """
 
 from __future__ import annotations
@@ -20,27 +22,27 @@ class Holder(Protocol):
     """An object that uses tensors, and may have stored the addresses of their memory."""
 
     def held(self) -> Iterable[Tensor]:
-        """Return the tensors whose memory is in use now. Any thread may call this."""
+        """Return the tensors whose memory the object uses now. Any thread may call this method."""
 
 
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
 
 
 def register(holder: Holder) -> None:
-    """Make :func:`in_use` ask a holder, as long as the holder exists."""
+    """Make :func:`in_use` ask a holder for its tensors, as long as the holder exists."""
     _holders.add(holder)
 
 
 def has_room(tensor: Tensor) -> bool:
-    """Return whether a contiguous tensor still fits its storage.
+    """Return whether the storage of a contiguous tensor is still large enough for the tensor.
 
-    A program may have resized the storage since the call.
+    A program may have resized the storage after the call that got the tensor.
     """
     end = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
     return not tensor.numel() or tensor.untyped_storage().nbytes() >= end
 
 
 def in_use(storage: UntypedStorage) -> bool:
-    """Return whether a pending op, or an open window, of any communicator of this process uses this memory."""
+    """Return whether a pending op or an open window uses this memory, for any communicator of this process."""
     place = storage.data_ptr()
     return any(tensor.untyped_storage().data_ptr() == place for one in copied(_holders) for tensor in one.held())

@@ -1,4 +1,4 @@
-"""The await of a call until the call ends, even if the task is cancelled."""
+"""A function that awaits a call until the call has ended, even if the task is cancelled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ async def shielded(call: Callable[[], Awaitable[_T]]) -> _T:
     """Await a call until the call ends, even if the task is cancelled. The cancellation is raised afterwards.
 
     A shielded scope of anyio does not protect a task from asyncio's own ``cancel()``. So the call runs in a task group,
-    which waits for its tasks even after a ``cancel()``. The cancellation of an outer scope is raised at the next await.
+    which waits for its tasks even after a ``cancel()``. If an outer scope of anyio was cancelled, the next await of the
+    task raises the cancellation.
 
     :returns: the result of the call.
     """

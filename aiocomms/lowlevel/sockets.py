@@ -1,4 +1,4 @@
-"""The sockets between two ranks: their listener, and their settings."""
+"""The sockets of connections between two ranks: their listeners and their options."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def listen_at(address: str, backlog: int = socket.SOMAXCONN, *, port: int = 0) -
 
 
 def tune(connection: socket.socket, seconds: int = 5) -> socket.socket:
-    """Make a connection send data at once, and end if the other host is gone.
+    """Make a connection send data without delay, and make the connection end if the other host no longer answers.
 
-    :param seconds: the seconds without an answer after which the other host is treated as gone, at least 5.
-    :returns: the connection. A unix socket stays unchanged.
+    :param seconds: the time in seconds without an answer after which the connection ends; at least 5.
+    :returns: the connection. The options of a unix socket are not changed.
     """
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -32,7 +32,7 @@ def tune(connection: socket.socket, seconds: int = 5) -> socket.socket:
 
 
 def read_exactly(connection: socket.socket, count: int) -> bytes:
-    """Wait for ``count`` bytes of a blocking connection.
+    """Receive exactly ``count`` bytes from a blocking connection.
 
     :raises OSError: the connection ended before the last byte, or its timeout has passed.
     """

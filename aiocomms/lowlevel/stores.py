@@ -1,6 +1,6 @@
-"""Functions that open a job's store, and the errors of ``torch.distributed`` stores.
+"""Functions that open a job's store, and a function for the errors of ``torch.distributed`` stores.
 
-All but :func:`admitting` block.
+All these functions except :func:`admitting` block.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def store_errors(what: str = "the rendezvous store is lost", *, rank: int | None
     drops.
 
     :param what: the beginning of the message.
-    :param rank: this rank, if the caller does not add it to the error.
+    :param rank: this rank; None if the caller adds the rank to the error.
     """
     try:
         yield
@@ -55,10 +55,10 @@ def new_server(listener: socket.socket) -> StoreServer:
 def enter(connection: socket.socket, host: str, port: int, rank: int, timeout: float) -> JobStore:
     """Return the store at the other end of a connection.
 
-    :param connection: the connection, which the store closes at its end. If this function raises an error, it closes
-        the connection.
+    :param connection: the connection, which the store closes when the store ends. If this function raises an error, it
+        has closed the connection.
     :raises AuthError: the server has another token.
-    :raises ProtocolError: the server is a store of another version, or no store of a job at all.
+    :raises ProtocolError: the server is a store of another version, or is not the store of a job.
     :raises OSError: the server does not answer.
     """
     return JobStore(host, port, prove(connection, _key(read_token(os.environ)), rank, timeout), timeout)
@@ -84,9 +84,9 @@ def reach_store(host: str, port: int, rank: int, timeout: float) -> JobStore:
     """Connect to a store that another rank serves. Blocks.
 
     :param rank: this rank.
-    :raises StoreLostError: no process serves a store there.
+    :raises StoreLostError: no process serves a store at this host and port.
     :raises AuthError: the server has another token.
-    :raises ProtocolError: the server is a store of another version, or no store of a job at all.
+    :raises ProtocolError: the server is a store of another version, or is not the store of a job.
     """
     try:
         if clock.simulation is not None:
@@ -98,9 +98,9 @@ def reach_store(host: str, port: int, rank: int, timeout: float) -> JobStore:
 
 @contextlib.asynccontextmanager
 async def admitting(store: Store | None) -> AsyncIterator[None]:
-    """Let ranks connect to a store while they form a communicator.
+    """Let ranks connect to a store while the caller forms a communicator.
 
-    If this process serves the store, the store stops listening when the last such context ends.
+    If this process serves the store, the store stops listening when the last of these contexts ends.
     """
     if not isinstance(store, JobStore) or not store.serves:
         yield

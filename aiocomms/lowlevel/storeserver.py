@@ -1,7 +1,7 @@
 """The server of a job's store, which accepts connections only from ranks, and only while they form a communicator.
 
-torch's ``TCPStore`` answers every connection, keeps every connection and every value, and listens until the store ends.
-This server gives access to a ``HashStore`` of torch only to connections that have authenticated
+torch's ``TCPStore`` answers every connection, never closes a connection or deletes a value by itself, and listens until
+the store ends. This server gives access to a ``HashStore`` of torch only to connections that have authenticated
 (:mod:`aiocomms.lowlevel.gate`).
 """
 
@@ -37,19 +37,22 @@ from aiocomms.lowlevel.waker import Waker
 SERVER: Final = "the store"
 """The name of the server in the handshake, in place of a rank."""
 LENGTH: Final = struct.Struct("!I")
-"""The length that precedes each request and answer."""
+"""The format of the length, which precedes each request and each answer."""
 OUTAGE: Final = 120
-"""The seconds without an answer of a rank's host, after which the connection ends. The rank does not count as dead."""
+"""The time in seconds after which a connection ends if the host of the rank no longer answers.
+
+After that, the rank does not count as dead.
+"""
 LONGEST: Final = 16 * MAX_RECORD
 """The largest size in bytes of a request.
 
-The limit is larger than any record, and bounds the memory of unread requests.
+A record always fits in a request. The limit also bounds the memory that unread requests can use.
 """
 
 _RANKS: Final = range(2**20)
 _PIECE: Final = 2**16
 _PAUSE: Final = 0.01
-"""The seconds before another attempt to accept connections, if there is no free descriptor for them."""
+"""The time in seconds until the server accepts connections again, if there was no free descriptor for a connection."""
 _NLMSGHDR: Final = struct.Struct("=IHHII")
 _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, _NETLINK_SOCK_DIAG = 20, 1, 4
 _UID_AT: Final = 16 + 4 + 48 + 12  # The parts are nlmsghdr, then of inet_diag_msg states, idiag_sockid, timer, queues.
@@ -61,7 +64,7 @@ _servers: WeakSet[StoreServer] = WeakSet()
 def perform(kept: HashStore, what: str, args: Sequence[Any]) -> Any:
     """Execute a rank's request to the store. This function never waits.
 
-    :raises ValueError: there is no such request.
+    :raises ValueError: the store does not know the request.
     """
     match what:
         case "get":
@@ -83,7 +86,10 @@ def perform(kept: HashStore, what: str, args: Sequence[Any]) -> Any:
 
 
 class _Line:
-    """The connection to a rank, with the received part of the rank's next request, and the unsent answers."""
+    """The connection to a rank.
+
+    It also holds the received part of the rank's next request, and the answers that are not sent yet.
+    """
 
     __slots__ = ("answers", "connection", "request")
 
@@ -94,22 +100,22 @@ class _Line:
 
 
 class StoreServer:
-    """The server of a store for the ranks of a job, on a separate thread.
+    """The server of a store for the ranks of a job. It runs on a separate thread.
 
-    The port is open while ranks form a communicator over the store. The thread runs until this process no longer uses
-    the store, and no rank is connected. Other ranks may need the store for longer than this process.
+    The port is open while ranks form a communicator over the store. The thread ends only when this process no longer
+    uses the store and no rank is connected. Other ranks may still need the store when this process no longer uses it.
     """
 
     address: tuple[str, int]
     family: socket.AddressFamily
 
     def __init__(self, listener: socket.socket, key: bytes, *, guarded: bool) -> None:
-        """Begin to serve, for one user.
+        """Begin to serve the store. The caller counts as the first user of the server.
 
         :param listener: the listener, which the server closes later.
         :param key: the key that only the ranks of the job know, if the job has a token.
         :param guarded: True if the job has no token. Then the server accepts only processes of this system user, if the
-            kernel tells the user of a process.
+            kernel reports the user of a process.
         :raises CommError: no descriptor or no thread is left for the server.
         """
         self.kept: HashStore = HashStore()
@@ -141,11 +147,17 @@ class StoreServer:
         _servers.add(self)
 
     def take(self) -> bool:
-        """Add a user of the server in this process. Return False if the server has ended."""
+        """Add a user of the server.
+
+        A user is an object of this process that needs the server. Return False if the server has already ended.
+        """
         return self._call(self._take)
 
     def let_go(self) -> None:
-        """Remove a user. After the last user, the port is closed. If no rank is connected, the thread ends too."""
+        """Remove a user of the server.
+
+        When no user is left, the server closes the port. If no rank is connected either, the thread ends.
+        """
         self._call(self._let_go)
         while not (self._users or self._lines) and self._thread.is_alive():
             if threading.current_thread() is self._thread:
@@ -156,7 +168,7 @@ class StoreServer:
     def listening(self) -> Iterator[None]:
         """Let ranks connect within the context.
 
-        The end of the last context closes the port, but not the connections.
+        When the last of these contexts ends, the server closes the port, but keeps the connections.
         """
         self._call(self._begin_to_listen)
         try:
@@ -174,7 +186,7 @@ class StoreServer:
         self._ended, self._lock = True, threading.RLock()
 
     def _call(self, call: Callable[[], None]) -> bool:
-        """Make a call on the server's thread. Return False if that thread has ended."""
+        """Make a call on the server's thread. Return False if the server's thread has ended."""
         if threading.current_thread() is self._thread:
             call()
             return not self._ended
@@ -352,7 +364,7 @@ class StoreServer:
 
 
 def owner(connection: socket.socket) -> int | None:
-    """Return the user id of the process at a connection's other end on this host; None if the kernel does not tell."""
+    """Return the user ID of the process at the other end of a local connection, or None if the kernel does not tell."""
     mine, theirs = connection.getsockname(), connection.getpeername()
     ends = [socket.inet_pton(connection.family, end[0].partition("%")[0]).ljust(16, b"\0") for end in (theirs, mine)]
     ask = struct.pack("=BBBxI", connection.family, socket.IPPROTO_TCP, 0, 2**32 - 1)

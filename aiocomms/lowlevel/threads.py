@@ -1,4 +1,7 @@
-"""Blocking calls in threads, which do not stop the loop, and copies of containers that other threads may change."""
+"""Functions that run blocking calls in threads, so that the event loop continues.
+
+Another function copies containers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from aiocomms.lowlevel.waker import Waker
 
 _T = TypeVar("_T")
 _AT_END = 1.0
-"""The seconds for which the end of the interpreter waits for running calls."""
+"""The time in seconds for which the end of the interpreter waits for running calls."""
 
 _under_way: set[_thread.LockType] = set()
 
@@ -25,11 +28,11 @@ _under_way: set[_thread.LockType] = set()
 async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
     """Run a blocking call in a separate daemon thread.
 
-    If the await is cancelled, the thread goes on, and its result or error is dropped. Some calls return long after
-    their timeout: for example, calls of a store whose server has stopped. The loop does not wait for such calls, and
-    the interpreter's exit waits for at most 1 s.
+    If the await is cancelled, the thread continues. Then nobody gets the result or error of the call. Some calls return
+    long after their timeout, for example a call to a store whose server has stopped. The event loop does not wait for
+    such a call, and the exit of the interpreter waits for at most 1 s.
 
-    :param call: a function without arguments. Its result is returned, and its error raised.
+    :param call: a function without arguments. This function returns its result, or raises its error.
     :param anyhow: True if the call must run, for example because it releases resources. If no thread can be started,
         the call then runs in this thread.
     :raises CommError: no thread can be started, or no descriptor is left for the wait.
@@ -67,7 +70,7 @@ async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
 
 
 def _apart(call: Callable[[], _T], cancelled: type[BaseException]) -> Callable[[], _T]:
-    """Return a call whose errors do not look like a cancellation or the end of the awaiting coroutine."""
+    """Return a call that never raises the errors that mean a cancellation or the end of a coroutine."""
 
     def apart() -> _T:
         try:
@@ -79,7 +82,7 @@ def _apart(call: Callable[[], _T], cancelled: type[BaseException]) -> Callable[[
 
 
 def _concluded(outcome: list[Any]) -> Any:
-    """Return the result of a call, or raise its error."""
+    """Return the result of a call, or raise the error of the call."""
     result, raised = outcome
     outcome.clear()
     if raised is None:
@@ -95,7 +98,7 @@ def _concluded(outcome: list[Any]) -> Any:
 def call_in_thread(call: Callable[[], object], then: Callable[[Exception | None], object]) -> None:
     """Make a blocking call in a daemon thread, or in this thread if no other thread can be started.
 
-    :param then: a function that the thread calls afterwards, with the call's error or None.
+    :param then: a function that the thread calls after ``call``, with the error of ``call`` or None.
     """
 
     def target() -> None:
@@ -113,7 +116,10 @@ def call_in_thread(call: Callable[[], object], then: Callable[[Exception | None]
 
 
 def start_awaited(target: Callable[[], None]) -> None:
-    """Start a daemon thread, for which the interpreter's exit waits up to 1 s. The caller continues at once.
+    """Start a daemon thread.
+
+    The exit of the interpreter waits for this thread for at most 1 s. The caller continues without a wait for the
+    thread.
 
     ``threading.Thread.start`` waits until the thread runs. On busy cores this wait blocks the event loop for some
     milliseconds. The method also takes a lock. Code that a signal has interrupted may hold this lock.
@@ -127,10 +133,13 @@ def start_awaited(target: Callable[[], None]) -> None:
 
 
 def _start(target: Callable[[], None], refused: list[RuntimeError]) -> threading.Thread:
-    """Start a daemon thread that can be joined. A second thread, not the caller, waits until this thread runs.
+    """Start a daemon thread that can be joined.
 
-    :param refused: a list that gets the error if the thread cannot be started. ``target`` is called even then.
-    :raises RuntimeError: the second thread cannot be started.
+    A helper thread calls ``Thread.start`` and waits until the new thread runs, so that the caller does not wait.
+
+    :param refused: a list to which the error is added if the new thread cannot be started. In this case the helper
+        thread calls ``target``.
+    :raises RuntimeError: the helper thread cannot be started.
     """
 
     def start(run: Callable[[], None]) -> threading.Thread:
@@ -152,12 +161,14 @@ def _start(target: Callable[[], None], refused: list[RuntimeError]) -> threading
 
 
 def _awaited(start: Callable[[Callable[[], None]], _T], target: Callable[[], None]) -> _T:
-    """Start a daemon thread. The end of the interpreter waits up to 1 s for the thread.
+    """Start a daemon thread. The end of the interpreter waits for the thread for at most 1 s.
 
-    Before Python 3.14, the ending interpreter unwinds a thread that returns from C++. C++ code that cannot be unwound
-    then ends the process by SIGABRT. Most abandoned calls return soon, so a short wait is enough.
+    Before Python 3.14, when the interpreter ends, it unwinds the stack of each thread that returns from C++ code. If
+    this stack has C++ code that cannot be unwound, the process ends by SIGABRT. Most calls that are still running at
+    the exit return soon, so a short wait is enough.
 
-    :param start: a function that starts a thread for the given function. Its result is returned, and its error raised.
+    :param start: a function that starts a thread for the given function. This function returns its result, or raises
+        its error.
     """
     running = _thread.allocate_lock()
     running.acquire()

@@ -1,7 +1,7 @@
-"""The head of all bytes that ranks send each other: the format, and the version of the format.
+"""The head of all data that ranks send to each other. It names the format, and the version of the format.
 
-The receiver checks the head before it decodes other bytes. So the receiver can distinguish a rank of another version
-from random bytes. The error names both versions, even if the rest of the format differs.
+The receiver checks the head before it decodes other bytes. So the receiver can distinguish data of another version from
+random bytes. The error for another version names both versions, even if all other bytes of the format differ.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Dialect(NamedTuple):
 
     @property
     def head(self) -> bytes:
-        """The :data:`HEAD_BYTES` bytes with which data of this format begin."""
+        """The first :data:`HEAD_BYTES` bytes of all data in this format."""
         return _HEAD.pack(self.magic, self.version)
 
     def other_version(self, data: bytes) -> int | None:
-        """Return the version of ``data`` if the data have this format, but another version; else None."""
+        """Return the version of ``data`` if the data have this format but another version; None in all other cases."""
         if len(data) < HEAD_BYTES:
             return None
         magic, version = _HEAD.unpack_from(data)
@@ -38,7 +38,7 @@ class Dialect(NamedTuple):
     def check(self, data: bytes, who: str, peer: int | None = None) -> bytes:
         """Check the head, and return the bytes after the head.
 
-        :param who: the name of the sender, with which an error's message begins.
+        :param who: the name of the sender. The message of an error begins with this name.
         :raises ProtocolError: the data have another version, or another format.
         """
         other = self.other_version(data)
@@ -52,7 +52,7 @@ class Dialect(NamedTuple):
         return data[HEAD_BYTES:]
 
     def differs(self, who: str, version: object) -> str:
-        """Return the text that names both versions."""
+        """Return the text of an error that names the sender's version and this rank's version."""
         return (
             f"{who} speaks version {version} of {self.what}, this rank version {self.version}: install the same "
             "aiocomms on all ranks"
@@ -60,4 +60,4 @@ class Dialect(NamedTuple):
 
 
 HEAD_BYTES: Final = _HEAD.size
-"""The number of bytes of each head."""
+"""The size of a head in bytes."""

@@ -1,4 +1,4 @@
-"""The waker, by which other threads wake an event loop, and the inbox, by which they pass calls to the loop."""
+"""The waker, by which a thread wakes an event loop, and the inbox, by which a thread passes calls to the loop."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 class Waker:
     """A file descriptor that becomes readable when some thread calls :meth:`wake`.
 
-    The calling thread stores its data elsewhere, such as in a ``deque``. The descriptor only tells the event loop to
-    look there. All calls between two calls of :meth:`clear` cause one write, so a burst of completions costs one system
-    call.
+    The calling thread stores its data elsewhere, such as in a ``deque``. The descriptor only makes the event loop check
+    for new data in that place. After a call of :meth:`clear`, only the first call of :meth:`wake` writes, so many
+    completions cost one system call.
     """
 
     __slots__ = ("_fd", "_lock", "_set")
@@ -31,7 +31,7 @@ class Waker:
         return self._fd
 
     def wake(self) -> None:
-        """Make the descriptor readable. Any thread may call this, also after :meth:`close`."""
+        """Make the descriptor readable. Any thread may call this method, even after :meth:`close`."""
         with self._lock:
             if not self._set and self._fd >= 0:
                 self._set = True
@@ -40,7 +40,8 @@ class Waker:
     def clear(self) -> None:
         """Make the descriptor unreadable.
 
-        Call this before you look for data. A call afterwards could lose a wake-up.
+        Call this method before you check for data. If you call it after the check, a wake-up between the two can be
+        lost.
         """
         if self._set:
             with self._lock:
@@ -62,7 +63,7 @@ class Waker:
 
 
 class Inbox:
-    """An inbox of calls for the loop's thread, which makes them in the order of :meth:`put`."""
+    """A queue of calls for the event loop's thread. That thread makes the calls in the order of :meth:`put`."""
 
     def __init__(self) -> None:
         self._waker = Waker()
@@ -71,12 +72,12 @@ class Inbox:
         self.close: Callable[[], None] = self._waker.close
 
     def put(self, call: Callable[..., object], *args: Any) -> None:
-        """Make the loop's thread call ``call(*args)``. Any thread may call this."""
+        """Make the event loop's thread call ``call(*args)``. Any thread may call this method."""
         self._calls.append((call, args))
         self._waker.wake()
 
     def drain(self) -> bool:
-        """Make all calls in the inbox. Return whether there were any."""
+        """Make all calls that are in the inbox. Return whether the inbox contained a call."""
         self._waker.clear()
         calls = self._calls
         any_done = bool(calls)

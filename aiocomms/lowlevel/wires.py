@@ -1,7 +1,7 @@
-"""The connections of endpoints over sockets. A simulation uses other classes.
+"""The connections between endpoints, over sockets. In a simulation, other classes replace the classes of this module.
 
-The reception (the listener) runs on the loop's thread, and accepts only processes that prove that they belong to the
-job.
+The reception (the listener) runs on the event loop's thread. It accepts only processes that prove that they belong to
+the job.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from aiocomms.transport import Capabilities
 
 _BACKLOG: Final = 1024
 _PAUSE: Final = 0.05
-"""The seconds before another attempt to accept connections, if no descriptor was left for them."""
+"""The time in seconds until the reception accepts connections again, if no descriptor was left for a connection."""
 _MOST: Final = 2 * MAX_RECORD
 
 Here = tuple[int, tuple[str, int]]
-"""A family of addresses, and an address of this host with the port 0."""
+"""An address family, and an address of this host with port 0."""
 
 
 class SocketLine:
     """See :class:`EndpointLine`."""
 
     def __init__(self, connection: socket.socket, seconds: float = 0) -> None:
-        """Take over an authenticated connection.
+        """Use an authenticated connection as a line.
 
-        :param seconds: the time for all calls of the line together.
+        :param seconds: the time in seconds for all calls of the line, in total.
         :raises OSError: the other endpoint is gone.
         """
         self._connection = tune(connection)
@@ -116,7 +116,10 @@ class SocketCall:
 
 
 class SocketReception:
-    """The listener of one endpoint. The event loop watches one descriptor for all connections, and does not poll."""
+    """The listener of one endpoint.
+
+    The event loop watches one epoll descriptor for all its connections, and does not poll.
+    """
 
     host: str
     port: int
@@ -127,8 +130,8 @@ class SocketReception:
         """Listen on a free port.
 
         :param here: the address that :meth:`SocketWires.find` has found.
-        :raises ArgumentError: the address is not one address of this host, or other hosts could reach it and the job
-            has no token.
+        :raises ArgumentError: the address is not one address of this host; or other hosts could reach the address, and
+            the job has no token.
         :raises CommError: listening fails.
         """
         self._listener = _listen(host, here)
@@ -179,7 +182,7 @@ class SocketReception:
         """
 
     def _accept(self) -> bool:
-        """Accept connections. Return False if no descriptor is left for them."""
+        """Accept connections. Return False if no descriptor is left for a connection."""
         before = len(self._entrance), self._entrance.dropped
         try:
             proved = self._entrance.accept(self._listener, self._dialogue)
@@ -234,7 +237,10 @@ _SOCKETS: Final = SocketWires()
 
 
 def wires() -> Wires:
-    """Return the factory of connections for endpoints: the simulation's if a simulation runs, otherwise sockets."""
+    """Return the factory of connections for endpoints.
+
+    In a simulation it is the simulation's factory, and otherwise the factory of sockets.
+    """
     return _SOCKETS if clock.simulation is None else clock.simulation.wires()
 
 
@@ -262,7 +268,7 @@ def _listen(host: str, here: Here) -> socket.socket:
 
 
 def _end(connection: socket.socket) -> None:
-    """Close a connection, and wake a thread that waits for it."""
+    """Close a connection, and wake the thread that waits for data from the connection."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
