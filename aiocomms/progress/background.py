@@ -1,4 +1,4 @@
-"""Background tasks of an object, which run until the object is closed."""
+"""The background tasks of an object. They run until the object is closed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Background:
     def __init__(self, of: str) -> None:
         """Start without tasks.
 
-        :param of: a phrase for the owner of the tasks, for reports.
+        :param of: a phrase that describes the owner of the tasks. Reports of errors contain this phrase.
         """
         self._of, self._driver = of, LoopDriver.current()
         self._scopes: set[anyio.CancelScope] = set()
@@ -29,7 +29,8 @@ class Background:
     def start(self, call: Callable[[], Coroutine[Any, Any, object]]) -> None:
         """Run a coroutine in a task.
 
-        If the connection is lost or closed, the task ends silently. All other errors are reported.
+        If the task fails because the communicator or connection of the owner was lost or closed, no error is reported.
+        All other errors are reported.
         """
 
         async def run() -> None:

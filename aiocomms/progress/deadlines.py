@@ -1,7 +1,7 @@
 """The watchdog: a thread that acts on the deadlines of pending ops, even while the event loop is busy.
 
 One thread per process sleeps until the earliest deadline. Most ops complete long before their deadlines, so an op costs
-only an insertion into a queue. The thread wakes earlier only if an op has an earlier deadline.
+only an insertion into a queue. The thread wakes before that time only if a new op has an earlier deadline.
 """
 
 from __future__ import annotations
@@ -16,21 +16,24 @@ from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.threads import copied
 
 GRACE = 0.001
-"""Seconds between a deadline and the wake-up of the thread, so that the thread never wakes before the deadline."""
+"""The time in seconds from a deadline to the wake-up of the thread.
+
+It ensures that the deadline has passed when the thread wakes.
+"""
 
 
 _LATER = 1.0
-"""Seconds until the next look at an object whose deadlines could not be checked."""
+"""The time in seconds until the watchdog checks an object again, if the check of its deadlines has raised an error."""
 _log = logging.getLogger("aiocomms")
 
 
 class Watched(Protocol):
-    """An object with deadlines, for which the watchdog works."""
+    """An object whose deadlines the watchdog checks."""
 
     def expire(self, now: float) -> float:
         """Act on the deadlines that have passed. The watchdog calls this method on its thread.
 
-        :param now: the time, by the monotonic clock.
+        :param now: the current time of the monotonic clock, in seconds.
         :returns: the earliest remaining deadline, or infinity if there is none.
         """
 
@@ -40,9 +43,9 @@ class Watched(Protocol):
     def calm(self, now: float) -> bool:
         """Return whether no deadline has passed and no rank is silent.
 
-        If the result is True, a call of :meth:`expire` would only ask the other ranks for signs of life.
+        If the result is True, a call of :meth:`expire` would do nothing but ask the other ranks whether they are alive.
 
-        :param now: the time, by the monotonic clock.
+        :param now: the current time of the monotonic clock, in seconds.
         """
 
 
@@ -56,12 +59,13 @@ class Watchdog:
         os.register_at_fork(after_in_child=self.reset)
 
     def reset(self) -> None:
-        """Start again without objects, as a forked child must.
+        """Return to the initial state without objects and without a thread. A forked child must call this method.
 
-        The child has no watchdog thread, and a thread of the parent may have held the lock.
+        The child has no copy of the watchdog's thread, and a thread of the parent may have held the lock during the
+        fork.
         """
         self.wakes_at = float("inf")
-        """The time of the thread's next wake-up. An op with an earlier deadline calls :meth:`wake_by`."""
+        """The time of the thread's next wake-up. The start of an op with an earlier deadline calls :meth:`wake_by`."""
         # The lock is reentrant: a finalizer that runs under it may post or close. The code takes the lock itself, not
         # the condition: an exception of a signal handler in the condition's methods would leave the lock taken.
         self._lock = threading.RLock()
@@ -90,9 +94,9 @@ class Watchdog:
 
     @property
     def leaving(self) -> list[threading.Thread]:
-        """The threads that must end, and still run.
+        """The earlier threads of the watchdog that have been told to end and have not ended yet.
 
-        Such a thread may still be executing an object's ``expire``.
+        Such a thread may still be executing the method ``expire`` of an object.
         """
         with self._lock:
             # A signal handler may have raised before the thread was notified.
@@ -101,7 +105,7 @@ class Watchdog:
             return list(self._leaving)
 
     def wake_by(self, deadline: float) -> None:
-        """Make the thread wake at the latest when ``deadline`` has passed.
+        """Make sure that the thread wakes no later than shortly after ``deadline``.
 
         :raises RuntimeError: the system cannot start a thread.
         """
@@ -117,8 +121,8 @@ class Watchdog:
     def _start_thread(self) -> None:
         """Start the thread.
 
-        If the start raises an error, the next deadline starts a new thread. If the first thread runs all the same, it
-        ends.
+        If the start raises an error, the next deadline starts a new thread. If the thread of the failed start runs
+        nevertheless, it ends by itself.
         """
         thread = threading.Thread(target=self._run, name="aiocomms deadlines", daemon=True)
         thread.start()
@@ -141,9 +145,9 @@ class Watchdog:
                     self._thread, self.wakes_at = None, float("inf")
 
     def _expire_all(self) -> None:
-        """Call ``expire`` of all objects.
+        """Call the method ``expire`` of all objects.
 
-        This is a separate function, so that the sleeping thread keeps no reference to the objects.
+        This code is a separate function, so that the thread has no reference to the objects while it sleeps.
         """
         with self._lock:
             watched = copied(self._watched)

@@ -27,12 +27,15 @@ from aiocomms.transport import Capabilities
 
 _DRIVER: Final = "driver"
 TURN: Final = 0.002
-"""Seconds that tasks may run without a turn of the loop, if all their ops complete within the calls."""
+"""The longest time in seconds without a turn of the event loop, if all ops of the tasks complete within their calls."""
 _local = threading.local()
 
 
 def _drivers() -> dict[str, Any]:
-    """Return the dictionary with the driver of this thread's loop, or of a simulated process's loop."""
+    """Return the dictionary that contains the driver of the current loop.
+
+    It belongs to this thread, or to a simulated process.
+    """
     return _local.__dict__ if clock.simulation is None else clock.state()
 
 
@@ -44,7 +47,7 @@ class Served(Protocol):
     def progress(self) -> bool | None:
         """Advance pending ops without blocking. Return whether any op completed.
 
-        If the result is None, the caller must not call this method again until the descriptor is readable.
+        If the result is None, the caller must not call this method again before the descriptor is readable.
         """
 
     def fileno(self) -> int | None:
@@ -61,7 +64,7 @@ class Waited(Protocol):
         """Return whether the object has ended."""
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
-        """Call ``fn`` on the loop when the object has ended."""
+        """Call ``fn`` on the event loop's thread when the object has ended."""
 
 
 class _Source:
@@ -112,7 +115,7 @@ class LoopDriver:
         return driver
 
     def attach(self, transport: Served) -> None:
-        """Serve a transport from now on. The driver polls all transports that share a descriptor together."""
+        """Serve a transport from now on. If several transports share a descriptor, the driver polls them together."""
         fd = guarded(None, transport.fileno)
         source = None if fd is None else self._watched.get(fd)
         if source is None:
@@ -138,7 +141,7 @@ class LoopDriver:
             del here[_DRIVER]
 
     def poll_soon(self, transport: Served) -> None:
-        """Poll a transport that has a pending op, for as many turns of the loop as ``capabilities.spin`` says."""
+        """Poll a transport that has a pending op, during the next ``capabilities.spin`` turns of the event loop."""
         spin = transport.capabilities.spin
         source = self._sources.get(transport)
         if spin and source is not None:
@@ -151,7 +154,10 @@ class LoopDriver:
             self.call_soon(self._turn)
 
     def overdue(self) -> bool:
-        """Return True if the loop has had no turn for too long, for example because all ops end within their calls."""
+        """Return True if the event loop has had no turn for too long.
+
+        This can happen if all ops end within their calls.
+        """
         now = clock.now()
         if self._asked is None:
             if now - self._had_turn > TURN:
@@ -166,7 +172,7 @@ class LoopDriver:
     def call_threadsafe(self, fn: Callable[..., object], *args: object) -> bool:
         """Call ``fn`` on the loop's thread, also while :meth:`block` runs on that thread.
 
-        Any thread or signal handler may call this.
+        Any thread or signal handler may call this method.
 
         :returns: False if the loop has ended. Then ``fn`` is not called.
         """
@@ -177,9 +183,10 @@ class LoopDriver:
         return self._loop.call_threadsafe(self._call)
 
     def _call(self) -> None:
-        """Make the queued calls.
+        """Make the calls in the queue.
 
-        There are none if block() has made them, and several if a signal handler has interrupted this method.
+        The queue is empty if :meth:`block` has made the calls. It has several calls if a signal handler has interrupted
+        this method.
         """
         for _ in range(len(self._calls)):
             fn, args = self._calls.popleft()
@@ -193,7 +200,7 @@ class LoopDriver:
         """Wait for a work in synchronous code.
 
         :param timeout: the longest wait in seconds; None: no limit.
-        :raises TimeoutError: the work took longer.
+        :raises TimeoutError: the work was not done within ``timeout``.
         """
         deadline = None if timeout is None else clock.now() + timeout
         if threading.get_ident() == self.thread:
@@ -278,7 +285,7 @@ class Waiters(msgspec.Struct, eq=False):
     """The suspended tasks that wait for one object. The loop adds each task that it suspends for this object."""
 
     of: object
-    """The object that the tasks wait for. Messages show this object."""
+    """The object that the tasks wait for. The texts of errors and reports show this object."""
     on_empty: Callable[[], object] | None = None
     """The function to call when the last waiting task was cancelled."""
     waiting: list[Waiter] = []
@@ -297,7 +304,7 @@ class Waiters(msgspec.Struct, eq=False):
     def wake(self) -> None:
         """Wake every task.
 
-        If an exception of a signal handler interrupts this method, the next call wakes the other tasks.
+        If an exception of a signal handler interrupts this method, the next call wakes the remaining tasks.
         """
         waiting = self.waiting
         while waiting:
@@ -338,7 +345,10 @@ class Promise:
 
 
 class Bell:
-    """An event that can happen several times. Each time, all waiting tasks wake, and check their condition again."""
+    """An event that can happen several times.
+
+    Each time, all waiting tasks wake. Each task then checks again whether its own condition is true.
+    """
 
     __slots__ = ("_driver", "_waiters", "ring")
 

@@ -1,12 +1,12 @@
-"""Guards around code from outside the core: transports, and async functions of the program.
+"""Guards around calls of methods of transports, and of async functions of the program. This code is outside the core.
 
 An exception of a transport ends only the transport's communicator.
 
 Only ``open``, ``split``, ``post`` and ``wait_stream`` of a transport may raise. If another method raises an exception,
 the transport's state is unknown. The communicator is then lost, with an error that names the transport.
 
-An exception of any class from a function of the program is a failure of that function, unless the exception ends the
-task.
+If a function of the program raises an exception of any class, that function has failed, except if the exception ends
+the task.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ T = TypeVar("T")
 
 
 def broken(transport: object, method: str, error: BaseException) -> CommError:
-    """Return the error of a communicator whose transport has raised ``error`` in a method that must not raise."""
+    """Return the error for a communicator whose transport has raised ``error`` in a method that must not raise."""
     failure = CommError(f"the transport {type(transport).__name__} is broken: {method}() raised {as_reason(error)}")
     failure.__cause__ = error
     return failure
 
 
 def guarded(otherwise: T, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a method of a transport that must not raise an exception. Any thread may call this.
+    """Call a method of a transport that must not raise an exception. Any thread may call this function.
 
-    :param otherwise: the value to return if the method raises an exception nevertheless. The communicator is then lost.
+    :param otherwise: the value to return if the method raises an exception. In that case the communicator is lost.
     """
     try:
         return method(*args, **kwargs)
@@ -51,7 +51,7 @@ def ends_task(error: BaseException) -> bool:
     """Return True if an exception from the program's function ends the current task, as an exit or a cancellation does.
 
     A ``CancelledError`` may come from a future that another task has cancelled. So this function checks the cancel
-    scopes of the task. Call it outside the cancel scopes of the program's function.
+    scopes of the task. Call this function outside the cancel scopes of the program's function.
     """
     if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
         return True

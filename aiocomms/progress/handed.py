@@ -1,8 +1,11 @@
-"""Awaitables with the methods of coroutines. They notice if their task is cancelled before its first step.
+"""Awaitable objects that have the methods of coroutines.
+
+Such an object is informed if its task is cancelled before the first step of the task.
 
 A task runs a coroutine by ``send``. If the task is cancelled before its first step, the task calls ``throw``.
-``ensure_future`` wraps any other awaitable into a coroutine, which then never begins. So another awaitable would not
-notice the cancellation. If that awaitable were a receive, the receive would still take the next message.
+``ensure_future`` wraps an awaitable without these methods into a coroutine. After such a cancellation, this coroutine
+never begins. So the awaitable would not be informed of the cancellation. For example, a receive would stay pending, and
+would take the next message.
 """
 
 from __future__ import annotations
@@ -13,11 +16,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 T_co = TypeVar("T_co", covariant=True)
 
 Steps = dict[object, Generator[Any, Any, Any]]
-"""The generators of an awaitable, by task, because several tasks may await one awaitable."""
+"""The generators of an awaitable. The key is the task, because several tasks may await the same awaitable."""
 
 
 class Handed(Generic[T_co]):
-    """An awaitable that asyncio tasks can run as a coroutine. ``await`` and trio do not use these methods."""
+    """An awaitable that asyncio tasks can run as a coroutine.
+
+    An ``await`` expression and trio do not call the methods of this class.
+    """
 
     __slots__ = ()
 
@@ -42,7 +48,7 @@ class Handed(Generic[T_co]):
         return self._go_on(task, steps.send, value)
 
     def throw(self, error: BaseException, *_: object) -> Any:
-        """Resume the current task's generator with an error, in most cases a cancellation."""
+        """Resume the current task's generator with an error. In most cases the error is a cancellation."""
         task = _task()
         steps = None if self._steps is None else self._steps.get(task)
         if steps is None:

@@ -1,8 +1,8 @@
-"""The heartbeat, which detects a silent rank: a rank that is stopped or disconnected, or whose host has failed.
+"""The heartbeat, which detects silent ranks. A silent rank is stopped or disconnected, or its host has failed.
 
-The connection to such a rank may stay open for minutes. While ops are pending, the watchdog's thread periodically asks
-the other ranks for a sign of life. On those ranks, the transport's own thread answers. Without pending ops, no thread
-wakes.
+The connection to such a rank may stay open for minutes. While ops are pending, the watchdog's thread periodically sends
+a message to the other ranks, which must answer. On those ranks, a thread of the transport sends the answer. Without
+pending ops, no thread wakes.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from aiocomms.transport import Transport
 
 _LONGEST_PERIOD: Final = 1.0
 _FRESH: Final = 3
-"""The number of periods after which a measured silence is out of date."""
+"""The number of periods after which a measurement of silence is too old to be used."""
 
 
 class Heartbeat:
-    """The heartbeat of one communicator, which asks for signs of life and measures the silence of each rank."""
+    """The heartbeat of one communicator.
+
+    It asks the other ranks for an answer, and measures the silence of each rank.
+    """
 
     def __init__(
         self, transports: Sequence[Transport], options: Mapping[str, Any], fail: Callable[[CommError], object]
     ) -> None:
-        """Choose the transports that can ask for signs of life.
+        """Choose the transports that can ask the other ranks for an answer.
 
         :param transports: the communicator's transports.
         :param options: the user's hints.
@@ -41,14 +44,16 @@ class Heartbeat:
         self._looked = float("-inf")
         self._silent: list[dict[int, float]] = [{} for _ in self._transports]
         self.period: float = min(self._most / 4, _LONGEST_PERIOD) if self._transports else float("inf")
-        """Seconds between two calls of :meth:`look` while works are pending."""
+        """The time in seconds between two calls of :meth:`look` while works are pending."""
 
     def silence(self, now: float) -> dict[int, float]:
-        """Return the seconds for which each rank was silent at the last measurement; empty if this is out of date.
+        """Return the time in seconds for which each rank was silent at the last measurement.
 
-        Safe on any thread.
+        Return an empty dictionary if this measurement is too old.
 
-        :param now: the time, by ``clock.now()``.
+        Any thread may call this method.
+
+        :param now: the current time, from ``clock.now()``.
         """
         found: dict[int, float] = {}
         if now - self._looked <= _FRESH * self.period:
@@ -58,12 +63,12 @@ class Heartbeat:
         return found
 
     def look(self, now: float) -> None:
-        """Record the ranks that gave no sign of life since the last call, and ask all ranks again.
+        """Record the ranks that have sent nothing since the last call, and ask all ranks for another answer.
 
-        If this rank itself was stopped or had no processor time, it has not read the answers yet. So silence during
-        that time does not count.
+        If this rank itself was stopped or had no processor time, it has not yet read the answers that have arrived. So
+        silence during such a time does not count.
 
-        :param now: the time, by ``clock.now()``.
+        :param now: the current time, from ``clock.now()``.
         """
         before, self._looked = self._looked, now
         fresh = now - before > _FRESH * self.period

@@ -14,7 +14,7 @@ from aiocomms.progress.work import Work
 
 
 class Hook(Handle):
-    """The handle of a registered hook; :meth:`remove` ends the registration."""
+    """The handle of a registered hook. Its method :meth:`remove` ends the registration."""
 
     def __init__(self, hooks: Hooks, fn: Callable[..., object]) -> None:
         self._hooks = hooks
@@ -30,7 +30,7 @@ class Hook(Handle):
 
 
 class Hooks(list[Hook]):
-    """The hooks for one kind of event, called in the order of registration."""
+    """The hooks for one kind of event. They are called in the order in which they were registered."""
 
     def register(self, fn: Callable[..., object]) -> Hook:
         """Add a hook.
@@ -44,14 +44,14 @@ class Hooks(list[Hook]):
         return hook
 
     def ask(self, *args: Any) -> None:
-        """Call the hooks. An exception of a hook is raised to the caller."""
+        """Call the hooks. If a hook raises an exception, this method raises the exception."""
         for hook in list(self):
             hook._fn(*args)
 
     def call(self, driver: LoopDriver, *args: Any) -> None:
         """Call the hooks, and pass exceptions of hooks to the event loop, so that the caller can continue.
 
-        The loop reports the exception. A :class:`KeyboardInterrupt` or :class:`SystemExit` stops the loop.
+        The event loop reports the exceptions. A :class:`KeyboardInterrupt` or :class:`SystemExit` stops the loop.
         """
         for hook in list(self):
             try:
@@ -84,11 +84,11 @@ class Hooked:
         return self._pre_hooks.register(fn)
 
     def register_post_hook(self, fn: Callable[[Work[Any]], object]) -> Hook:
-        """Call ``fn(work)`` on the loop's thread when an op has ended, before its awaiting tasks resume.
+        """Call ``fn(work)`` on the event loop's thread when an op has ended, before the tasks that await the op resume.
 
         ``work.called`` is the time of the op's call, by ``time.monotonic()``; ``work.error`` is the op's error or None.
-        ``fn`` is called once for each op for which pre-hooks were called, even if the op could not start. ``fn`` runs
-        in the context of the op's call, and so reads the caller's context variables.
+        ``fn`` is called once for each op whose pre-hooks were called, even if the op then could not start. ``fn`` runs
+        in the context of the op's call, so it can read the context variables of the caller.
 
         :returns: a handle with ``.remove()``.
         :raises ArgumentTypeError: ``fn`` cannot be called.

@@ -1,4 +1,4 @@
-"""Works in flight: the pending ops of one communicator, the end of each op, and the queues of the deadlines."""
+"""Works in flight: the pending ops of one communicator, the code that ends each op, and the queues of deadlines."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from aiocomms.core.core import Core
 
 _LOCATED: Final = ("in lane ", "in collective ")
-"""The beginnings of error messages that name the op on which the ranks disagree."""
+"""The first words of error messages that already name the op on which the ranks disagree."""
 _POISONS: Final = (CommTimeoutError, MismatchError, PeerDiedError)
-"""The errors of an op that end the op's communicator."""
+"""The classes of errors that end the communicator when an op fails with them."""
 AGAIN: Final = 5.0
-"""Seconds until the watchdog checks a work again that is still pending after its deadline.
+"""The time in seconds after which the watchdog checks a work again, if the work is still pending after its deadline.
 
-Only an exception of a signal handler can cause such a delay.
+A work stays pending for so long only if an exception of a signal handler has interrupted its end.
 """
 _RESIZED = (
     "the storage of a tensor was resized while the op had it: its result is lost, or went to memory that was freed"
@@ -52,26 +52,32 @@ _RESIZED = (
 
 
 class StartedWork(Work[T_co]):
-    """The methods of a work for the core and the transports. Every :class:`Work` is a ``StartedWork``.
+    """A work with the methods that the core and the transports use. Every :class:`Work` is a ``StartedWork``.
 
     A signal handler may raise an exception between any two steps. Therefore each method stores the outcome before the
-    state, and a work stays in flight until all its waiters are awake. If an exception interrupts these steps, the
-    watchdog finds the work at its deadline and calls :meth:`finish`.
+    state, and a work stays in flight until all its waiters are awake. If an exception interrupts a method, the watchdog
+    finds the work at its deadline and calls :meth:`finish`.
     """
 
     __slots__ = FIELDS_BELOW
 
     fault: CommError | None
-    """The error with which the transport failed the op; None if the work was abandoned or withdrawn."""
+    """The error with which the transport failed the op.
+
+    It is None if the op has not failed, or if the work was abandoned or withdrawn.
+    """
     queue: Any
     """The queue that holds the work while it is pending; see :class:`InFlight`."""
     memory: UntypedStorage | list[tuple[UntypedStorage, int]] | None
     """The storage of a pending op's tensor, or several storages and their addresses.
 
-    The program may replace the storages of the tensors meanwhile.
+    The program may replace the storage of a tensor while the op is pending.
     """
     context: Context | None
-    """The context of a pending op's call, in which post-hooks are called; None if there were none."""
+    """The context of the call of a pending op.
+
+    Post-hooks are called in this context. None if there were no post-hooks.
+    """
     _place: int
 
     def waiters(self) -> list[Waiter]:
@@ -79,9 +85,9 @@ class StartedWork(Work[T_co]):
         return [] if self._waiters is None else list(self._waiters.waiting)
 
     def wake(self, waiter: Waiter) -> None:
-        """Add the first waiter, which wakes when the work ends.
+        """Add the first waiter. The waiter wakes when the work ends.
 
-        Any thread may call this, also while another thread ends the work.
+        Any thread may call this method, even while another thread ends the work.
         """
         self._waiters = Waiters(self, self._nobody_waits, [waiter])
 
@@ -128,29 +134,32 @@ class StartedWork(Work[T_co]):
         return isinstance(fault, _POISONS) or (isinstance(fault, CommAbortedError) and self.op.family == "collectives")
 
     def located(self, error: MismatchError) -> MismatchError:
-        """Add to the error the number of the collective, which is the same on all ranks.
+        """Add the number of the collective to the error. The collective has the same number on all ranks.
 
-        Transports may count collectives differently.
+        A transport may use another number for the collective.
         """
         number = None if error.message.startswith(_LOCATED) else self._owner.collective(self.seq)
         return error if not number else MismatchError(f"in collective {number} {error.message}", peer=error.peer)
 
     def abandon(self, error: CommError) -> None:
-        """End a pending work before its transport reports the end. Later reports of the transport are ignored."""
+        """End a pending work before its transport reports the end.
+
+        If the transport reports the end later, the report is ignored.
+        """
         if not self._state:
             self._end(error, ABANDONED)
         self.finish()
 
     def refuse(self, error: BaseException) -> None:
-        """End a work whose op could not be posted, so that hooks get the error.
+        """End a work whose op could not be posted. The post-hooks then get the error of the work.
 
-        Later reports of the transport are ignored.
+        If the transport reports the end later, the report is ignored.
         """
         failure = error if isinstance(error, CommError) else CommError(as_reason(error))
         self._error, self._state = failure, ABANDONED
 
     def finish(self) -> None:
-        """Wake the remaining waiters of a work that is done, and drop it from the works in flight."""
+        """Wake the remaining waiters of a work that is done, and remove the work from the works in flight."""
         self._notify()
         if self.queue is not None:
             self._owner.settled(self, self._error)
@@ -167,7 +176,7 @@ class StartedWork(Work[T_co]):
     def _notify(self) -> None:
         """Wake all waiters.
 
-        If an exception of a signal handler interrupts a call, the next call wakes the other waiters.
+        If an exception of a signal handler interrupts a call of this method, the next call wakes the remaining waiters.
         """
         if self._waiters is not None:
             self._waiters.wake()
@@ -207,12 +216,12 @@ class StartedWork(Work[T_co]):
 
 
 class LaneWork(StartedWork[T_co]):
-    """A work of a lane."""
+    """A work of an op in a lane."""
 
     __slots__ = FIELDS_BELOW
 
     lane: str
-    """The lane's key, in words."""
+    """The lane's key, as readable text."""
     number: int
     """The lane's number."""
 
@@ -239,7 +248,7 @@ class LaneWork(StartedWork[T_co]):
 
 
 class PlainWork(StartedWork[T_co], msgspec.Struct, eq=False, weakref=True):
-    """A work that Python code creates. The class declares the work's fields."""
+    """A work that Python code creates. This class declares the fields of the work."""
 
     op: ops.Op
     seq: int
@@ -261,7 +270,7 @@ class PlainWork(StartedWork[T_co], msgspec.Struct, eq=False, weakref=True):
 
 
 class PlainLaneWork(LaneWork[T_co], PlainWork[T_co]):
-    """A work of a lane that Python code creates. The class declares the work's further fields."""
+    """A work of a lane that Python code creates. This class declares the additional fields of a work in a lane."""
 
     lane: str = ""
     number: int = 0
@@ -275,7 +284,7 @@ class Queue(dict[StartedWork[Any], float]):
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.seconds: float = seconds
-        """Seconds from the time of addition to the deadline; infinity: no deadline."""
+        """The time in seconds from the addition of a work to its deadline; infinity if the works have no deadline."""
 
 
 class Flying(NamedTuple):
@@ -287,10 +296,10 @@ class Flying(NamedTuple):
     waiters: list[Waiter]
     """The suspended tasks that await the work.
 
-    If the work is a step of an operation: the tasks that await the operation.
+    If the work is a step of a larger operation, these are the tasks that await that operation.
     """
     of: str = ""
-    """The part of this library that has called the op, such as a stream; empty: the program has called the op."""
+    """The part of this library that has called the op, such as a stream; empty if the program has called the op."""
 
     @property
     def idle(self) -> bool:
@@ -299,24 +308,27 @@ class Flying(NamedTuple):
 
 
 class Stands(Protocol):
-    """A part of this library, such as a stream, that keeps receives pending for messages that may or may not come."""
+    """A part of this library, such as a stream, whose receives stay pending for messages that may never come."""
 
     def standing(self) -> Iterator[tuple[StartedWork[Any], list[Waiter], str]]:
-        """Yield each of these receives, its waiters and its owner's name.
+        """Yield, for each of the receives that stay pending, the receive, its waiters, and the name of its owner.
 
-        Any thread or signal handler may call this.
+        Any thread or signal handler may call this method.
         """
 
 
 class InFlight:
-    """The pending works of one communicator. Each work and its tensors are kept until the work is done.
+    """The pending works of one communicator.
 
-    Other threads read the works. ``list(dict)`` copies the keys in one call that runs no Python code, so no other
-    thread or finalizer can change the dictionary during the copy. ``list(dict.items())`` is not safe, because it
-    allocates a tuple for each item.
+    This object keeps a reference to each work and its tensors until the work is done.
 
-    There are few different timeouts. Each timeout has its own queue, which is in the order of the deadlines. So an op
-    costs one insertion and one deletion, independently of the number of pending ops.
+    Threads other than the event loop's thread also read the dictionaries of works. ``list(dict)`` copies the keys in
+    one call that runs no Python code, so no other thread or finalizer can change the dictionary during the copy.
+    ``list(dict.items())`` is not safe. It allocates a tuple for each item, so a garbage collection can run a finalizer
+    during the copy.
+
+    A program uses only a few different timeouts. Each timeout has its own queue, and the works of a queue are in the
+    order of their deadlines. So an op costs one insertion and one deletion, independently of the number of pending ops.
     """
 
     def __init__(self, owner: Core, heartbeat: Heartbeat) -> None:
@@ -341,7 +353,7 @@ class InFlight:
     def look(self) -> list[Flying]:
         """Return all works. Works with the same timeout are in the order of their calls.
 
-        Any thread or signal handler may call this.
+        Any thread or signal handler may call this method.
         """
         standing = {work: found for each in copied(self.stands) for work, *found in each.standing()}
         flying = []
@@ -352,9 +364,9 @@ class InFlight:
         return flying
 
     def add(self, work: StartedWork[Any], seconds: float) -> None:
-        """Keep a work, and watch its deadline, ``seconds`` from now; infinity: no deadline.
+        """Add a pending work, and watch its deadline. The deadline is ``seconds`` from now; infinity means no deadline.
 
-        Safe on any thread.
+        Any thread may call this method.
         """
         if not work.op.moves:
             work.hold()
@@ -382,7 +394,7 @@ class InFlight:
         return False
 
     def _queue_of(self, seconds: float) -> Queue:
-        """Create the queue of a timeout unless it exists, and drop empty queues."""
+        """Return the queue of a timeout. If the queue does not exist, create it, and drop the queues that are empty."""
         with self._changing:
             if (found := self._queues.get(seconds)) is not None:
                 return found
@@ -395,7 +407,7 @@ class InFlight:
             return made
 
     def remove(self, work: StartedWork[Any]) -> float:
-        """Drop a work that has just ended.
+        """Remove a work that has just ended.
 
         :returns: the time at which the work was added.
         """
@@ -407,7 +419,7 @@ class InFlight:
         return added
 
     def held(self) -> list[Tensor]:
-        """Return the tensors of all works. Safe on any thread."""
+        """Return the tensors of all works. Any thread may call this method."""
         ops = [flying.work.op for flying in self.look()]
         return [tensor for op in ops for _, tensor in op.reads() + op.writes()]
 
@@ -431,9 +443,9 @@ class InFlight:
         self._watchdog.unregister(self)
 
     async def unwatched(self) -> None:
-        """Wait until the ending threads of the watchdog have ended.
+        """Wait for the end of those threads of the watchdog that must end.
 
-        This takes time only if a deadline has just passed.
+        The wait takes time only if a deadline has just passed.
         """
         for thread in self._watchdog.leaving:
             await run_in_thread(thread.join, anyhow=True)

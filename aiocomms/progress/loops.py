@@ -1,4 +1,4 @@
-"""Event loops: the differences between asyncio (with or without uvloop) and trio.
+"""The event loops. This module hides the differences between asyncio (with or without uvloop) and trio.
 
 anyio supports both, but an ``await`` through anyio costs several times the 2 µs that an op may take. So this module
 suspends and wakes tasks with each loop's own primitives. Other code, which may be slower, uses anyio.
@@ -25,13 +25,13 @@ _CALLBACKS, _READER = "<TrioToken.run_sync_soon task>", "aiocomms reader of "
 
 
 class Waiter(Protocol):
-    """A suspended task: an asyncio future, or an object with these methods of a future."""
+    """A suspended task. It is represented by an asyncio future, or by an object with two methods of a future."""
 
     def done(self) -> bool:
         """Return whether the task was resumed or cancelled."""
 
     def set_result(self, result: None) -> None:
-        """Resume the task. Call this on the loop's thread."""
+        """Resume the task. Call this method on the loop's thread."""
 
 
 class Parkable(Protocol):
@@ -41,7 +41,7 @@ class Parkable(Protocol):
     """
 
     waiting: list[Waiter]
-    """The waiters. When a loop suspends a task, the loop appends a waiter."""
+    """The waiters. A loop that suspends a task for this object appends a waiter."""
 
     def detach(self, waiter: Waiter) -> None:
         """Remove a waiter whose task was cancelled."""
@@ -67,7 +67,10 @@ class Loop(ABC):
 
     @abstractmethod
     def call_threadsafe(self, fn: Callable[..., object], *args: object) -> bool:
-        """Call ``fn`` on the loop's thread, from any thread. Return False without a call if the loop has ended."""
+        """Call ``fn`` on the loop's thread, from any thread.
+
+        If the loop has ended, return False, and do not call ``fn``.
+        """
 
     @abstractmethod
     def spawn(self, fn: Callable[[], Coroutine[Any, Any, None]], context: Context) -> None:
@@ -83,7 +86,10 @@ class Loop(ABC):
 
     @abstractmethod
     def tasks_of(self, waiters: Collection[Waiter]) -> dict[Waiter, tuple[str, object]]:
-        """Return the name and the coroutine of each suspended waiter's task. Safe on any thread."""
+        """Return, for each waiter that is still suspended, the name and the coroutine of its task.
+
+        Any thread may call this method.
+        """
 
     @abstractmethod
     def task(self) -> tuple[str, object] | None:
@@ -91,7 +97,7 @@ class Loop(ABC):
 
     @abstractmethod
     def report(self, message: str, error: BaseException) -> None:
-        """Report an error that cannot be raised to any caller."""
+        """Report an error for which there is no caller that could handle it."""
 
 
 class AsyncioLoop(Loop):
@@ -173,7 +179,7 @@ class AsyncioLoop(Loop):
 
 
 class _TrioTask:
-    """A suspended trio task, as a :class:`Waiter`."""
+    """A suspended trio task with the methods of a :class:`Waiter`."""
 
     __slots__ = ("_resume", "_resumed", "task")
 

@@ -1,6 +1,6 @@
-"""The error of a forgotten ``await``, which is raised if a program uses a work as if the work were the op's result.
+"""The error for a forgotten ``await``. It is raised if a program uses a work as if the work were the op's result.
 
-A ``__getattr__`` would find any name, but would make each attribute access of a work five times as slow.
+A method ``__getattr__`` could recognize any name, but it would make each attribute access of a work five times as slow.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ _OPERATORS: Final = frozenset(
     | {f"__{name}__" for name in ("len", "iter", "contains", "getitem", "setitem", "delitem")}
     | {f"__{name}__" for name in ("int", "float", "complex", "index", "array")}
 )
-"""The operators of a tensor, except ``==`` and ``bool``. Lists and dictionaries find a work by ``==``, and ``if work:``
-tests for None."""
+"""The operators of a tensor, except ``==`` and ``bool``.
+
+``==`` and ``bool`` work as usual, because lists and dictionaries compare works by ``==``, and programs test for None by
+``if work:``.
+"""
 
 
 RESULTS: Final = frozenset(name for name in (*dir(Tensor), *dir(dict)) if not name.startswith("_"))
@@ -48,7 +51,7 @@ def _operator(name: str) -> Callable[..., NoReturn]:
 def _torch_function(
     cls: type, function: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> NoReturn:
-    """Raise the error for a torch function that got a work as an argument or within a list."""
+    """Raise the error for a torch function that got a work as an argument, or in a list or tuple of arguments."""
     given = [*args, *(kwargs or {}).values()]
     given += [item for value in given if isinstance(value, (list, tuple)) for item in value]
     work = next(value for value in given if isinstance(value, cls))
@@ -58,7 +61,7 @@ def _torch_function(
 def refuse_as_result(cls: type) -> None:
     """Make the works of a class refuse the operations that only results have.
 
-    Type checkers report these operations as errors, because they do not see the methods that this function adds.
+    Type checkers also report these operations as errors, because they do not see the methods that this function adds.
     """
     for name in RESULTS:
         if not hasattr(cls, name):

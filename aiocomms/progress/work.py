@@ -1,4 +1,7 @@
-"""The awaitable handle of a started op for users. :mod:`aiocomms.progress.inflight` has the part for the core."""
+"""The awaitable handle of a started op.
+
+This module has the methods for users, and :mod:`aiocomms.progress.inflight` adds the methods for the core.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ T_co = TypeVar("T_co", covariant=True)
 PENDING, DONE, ABANDONED = range(3)
 """The states of a work. An abandoned work has ended before its transport reported the end of the op."""
 FIELDS_BELOW: Final[tuple[str, ...]] = ()
-"""The slots of a base class of works: none. The subclasses, in Python or native code, have the fields."""
+"""The slots of a base class of works. A base class has no slots.
+
+The subclasses define the fields. They are written in Python or in native code.
+"""
 
 
 class Owner(Protocol):
@@ -29,18 +35,22 @@ class Owner(Protocol):
     name: str
     rank: int
     failures: dict[tuple[str, int | None], int]
-    """The number of works that failed, were abandoned, or were withdrawn, by the error's class and the rank in the
-    error.
+    """The number of works that failed, were abandoned, or were withdrawn.
+
+    The key is the error's class and the rank in the error.
     """
 
     worded: Callable[[CommError], CommError]
-    """The function that adapts the error of an op for the caller: errors of an endpoint name no ranks."""
+    """The function that adapts the error of an op for the caller.
+
+    For example, the errors of an endpoint name no ranks.
+    """
 
     def settled(self, work: Any, error: CommError | None = None) -> None:
-        """Record and drop a pending work that has just completed, or failed with ``error``."""
+        """Record that a pending work has completed, or has failed with ``error``, and drop the work."""
 
     def withdraw(self, work: Any) -> bool:
-        """Withdraw an op that no message or signal has matched. Return False if the op cannot be withdrawn any more."""
+        """Withdraw an op that no message or signal has matched. Return False if it is too late to withdraw the op."""
 
     def collective(self, seq: int) -> int | None:
         """Return the number of the collective that is op ``seq`` on this rank; None if the op has no number.
@@ -51,23 +61,26 @@ class Owner(Protocol):
     def order_stream(self, work: Any, stream: Any) -> None:
         """Make a CUDA stream wait for a work.
 
-        :raises UnsupportedOperation: the work runs on no stream.
+        :raises UnsupportedOperation: the op of the work does not run on a stream.
         """
 
     @property
     def lost(self) -> bool:
         """True after a failure has ended the communicator.
 
-        The communicator then ends its works itself, and ignores later reports of a transport.
+        After that the communicator ends its works, and ignores reports of its transports.
         """
 
 
 class Work(Handle, Handed[T_co], Generic[T_co]):
-    """The handle of one started op: await it in one task or in several. The op completes even if no task awaits it.
+    """The handle of one started op.
 
-    A work has the methods of :class:`asyncio.Future` that make sense for an op. A program can wrap a work in a task. If
-    an ``await`` is cancelled, only this await ends. If the last ``await`` of a receive is cancelled, and no message has
-    matched the receive yet, the receive is withdrawn. This is also true if the cancelled task has not begun to wait.
+    One task or several tasks can await the handle. The op completes even if no task awaits it.
+
+    A work has those methods of :class:`asyncio.Future` that are useful for an op. A program can wrap a work in a task.
+    If an ``await`` is cancelled, only this await ends. If the last ``await`` of a receive is cancelled before a message
+    has matched the receive, the receive is withdrawn. The receive is also withdrawn if the cancelled task had not yet
+    begun to await it.
     """
 
     __slots__ = FIELDS_BELOW
@@ -75,12 +88,12 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
     op: Op
     """The record of the op's arguments."""
     seq: int
-    """The op's number among the ops of its communicator on this rank, from 0."""
+    """The op's number among the ops of its communicator on this rank. The first op has the number 0."""
     _owner: Owner
     hints: Mapping[str, Any] | None
     """The caller's advice for this op."""
     called: float | None
-    """The time of the call, by ``time.monotonic()``; None: no post-hook was registered at the call."""
+    """The time of the call, by ``time.monotonic()``; None if no post-hook was registered at that time."""
     _state: int
     _value: Any
     _error: CommError | None
@@ -94,7 +107,10 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
         return f"<Work {self.op.name} #{self.seq} on '{self._comm_name()}' (rank {self._owner.rank}) {state}>"
 
     def __dir__(self) -> list[str]:
-        """Return the attributes without the attributes of results, for completion in editors."""
+        """Return the attributes of a work, for completion in editors.
+
+        The attributes that only results have are left out.
+        """
         return [name for name in object.__dir__(self) if name not in RESULTS]
 
     @property
@@ -147,7 +163,7 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
     def error(self) -> CommError | None:
         """The error of a failed op, or None.
 
-        Hooks may read the error: a read does not count as a request for the result.
+        Hooks may read the error, because a read of this attribute does not count as a request for the result.
         """
         return self._error
 
@@ -161,15 +177,15 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
             self._callbacks.append(fn)
 
     def forget(self) -> None:
-        """Declare that no code needs to await the op, so that debug mode does not warn of a forgotten ``await``.
+        """Declare that no code needs to await the op. Then debug mode does not warn of a forgotten ``await``.
 
-        If the op fails, the event loop still reports the error.
+        If the op fails, the event loop nevertheless reports the error.
         """
 
     async def cancel(self) -> bool:
-        """Withdraw the op if that is still possible; otherwise wait for its end.
+        """Withdraw the op if it can still be withdrawn. If not, wait until the op has ended.
 
-        :returns: True if the op was withdrawn, and its buffer is unchanged; False if the op ran to its end.
+        :returns: True if the op was withdrawn, and its buffer is unchanged; False if the op has completed or failed.
         :raises RuntimeError: the caller is not on the communicator's thread.
         """
         if not self._state and get_ident() != self._owner.driver.thread:
@@ -181,18 +197,18 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
         return isinstance(self._error, WorkCancelledError)
 
     def wait(self) -> Awaitable[None]:
-        """Wait until the op is done. A failed op raises no error here."""
+        """Wait until the op is done. If the op fails, this wait raises no error."""
         return _Wait(self)
 
     def wait_stream(self, stream: Any = None) -> None:
         """Make a CUDA stream wait for the op. The calling thread does not wait.
 
-        If the op was captured into a CUDA graph, this call joins the op back to the capturing stream.
+        If the op was captured into a CUDA graph, this call makes the capturing stream wait for the op within the graph.
 
-        :param stream: a ``torch.cuda.Stream``; None: the current one.
+        :param stream: a ``torch.cuda.Stream``; None: the current stream.
         :raises ArgumentError: ``stream`` is not a stream, or its device is not the communicator's device.
-        :raises UnsupportedOperation: the op runs on no stream, because its tensors are on the CPU, or because the CPU
-            completes the op.
+        :raises UnsupportedOperation: the op does not run on a stream, because its tensors are on the CPU, or because
+            the CPU completes the op.
         """
         owner = self._owner
         try:
@@ -203,7 +219,7 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
     def wait_blocking(self, timeout: float | None = None) -> T_co:
         """Wait in synchronous code, on any thread.
 
-        On the loop's own thread, this call advances the transports while it waits.
+        On the event loop's own thread, this call also advances the transports during the wait.
 
         :param timeout: the longest wait in seconds; None: no limit.
         :returns: the result of the op, as ``await`` does.
@@ -221,13 +237,13 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
         return self._owner.name
 
     def _waiting(self) -> Waiters:
-        """Return the tasks that wait for the work, so that the caller can add one."""
+        """Return the list of tasks that wait for the work, so that the caller can add a task to the list."""
         if self._waiters is None:
             self._waiters = Waiters(self, self._nobody_waits)
         return self._waiters
 
     def _nobody_waits(self) -> None:
-        """Withdraw the op if that is possible, because the last awaiter was cancelled."""
+        """Withdraw the op if it can be withdrawn, because the last task that awaited the op was cancelled."""
         self._waiters = None
         self._withdraw()
 
@@ -237,7 +253,10 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
             self._nobody_waits()
 
     def _withdraw(self) -> bool:
-        """Withdraw an unmatched receive or wait. Return True if the op was withdrawn."""
+        """Withdraw a receive, or a wait for a signal, that nothing has matched yet.
+
+        Return True if the op was withdrawn.
+        """
         raise NotImplementedError
 
     def _seen(self) -> Exception:
@@ -256,7 +275,10 @@ refuse_as_result(Work)
 
 
 class _Wait(Handed[None]):
-    """The awaitable that :meth:`Work.wait` returns. It ends when the work ends, and raises no error of the op."""
+    """The awaitable that :meth:`Work.wait` returns.
+
+    The awaitable ends when the work ends, and does not raise the error of the op.
+    """
 
     __slots__ = ("_steps", "_work")
 
@@ -274,9 +296,9 @@ class _Wait(Handed[None]):
 
 
 class UnseenError:
-    """The report of a failed work if no code requests the work's result.
+    """A report that a work has failed. The report is made if no code requests the result of the work.
 
-    The report is a separate object, so that a work that succeeds needs no finalizer.
+    The report is a separate object with a finalizer, so that works that succeed need no finalizer.
     """
 
     __slots__ = ("_driver", "error")
