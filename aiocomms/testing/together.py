@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 async def run_ranks(world: Sequence[Communicator], fn: Callable[[Communicator], Awaitable[T]]) -> list[T]:
-    """Run ``fn(comm)`` on every rank at once, each in its own task.
+    """Run ``fn(comm)`` on all ranks at the same time, each in its own task.
 
     In each task, ``get_comm`` returns the rank's communicator. When one rank fails, all other ranks are cancelled. The
     error of the failed rank is raised unchanged, with a note that names the rank. So
@@ -73,7 +73,10 @@ def _awaitable(given: Awaitable[T]) -> Awaitable[T]:
 
 
 def _noted(failures: Sequence[tuple[Communicator, BaseException]]) -> BaseException:
-    """Return the first failure, with notes that name all failed ranks. Failures of the same cause share a note."""
+    """Return the first failure, with notes that name all failed ranks.
+
+    Failures that have the same cause share a note.
+    """
     comm, first = failures[0]
     groups: list[tuple[BaseException, list[int]]] = []
     for other, error in failures:
@@ -95,7 +98,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _is_same(one: BaseException, other: BaseException) -> bool:
-    """Return whether the errors of two ranks have one cause, such as the loss of their communicator."""
+    """Return whether the errors of two ranks have the same cause, such as the loss of their communicator."""
     if isinstance(one, CommTimeoutError) and isinstance(other, CommTimeoutError) and one.late:
         return one.late == other.late
     mine, theirs = _text(one), _text(other)

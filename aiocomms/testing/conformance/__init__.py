@@ -1,16 +1,19 @@
-"""The conformance suite: tests of the rules for all transports. The tests need only the transport's name.
+"""The conformance suite, which tests the rules that every transport must keep.
+
+The tests need only the transport's name.
 
 ::
 
     pytest --pyargs aiocomms.testing.conformance --transport=NAME
 
 Each check is a coroutine function that every rank runs. A check runs with the numbers of ranks that can change its
-result. The ranks share one process if the transport supports that (:attr:`~aiocomms.transport.Capabilities.in_process`)
-and its name does not end in ``@processes``. Otherwise each rank is a process. If events must happen in a known order,
-the ranks send each other notes, but not by the transport (:meth:`~aiocomms.testing.conformance.case.Case.tell`).
+result. The ranks share one process if the transport supports this
+(:attr:`~aiocomms.transport.Capabilities.in_process`). If the transport does not, or if its name ends in ``@processes``,
+each rank is a separate process. If a check needs a known order of events, the ranks send notes to each other. The notes
+do not use the transport that is tested (:meth:`~aiocomms.testing.conformance.case.Case.tell`).
 
-By default, a check runs only where it can find a fault. The marks of a check tell these places. With ``--full``, each
-check runs everywhere:
+By default, a check runs only on those transports and loops on which it can find a fault. The marks of a check select
+these transports and loops. With ``--full``, each check runs on all transports and loops:
 
 ==========  ========================================================================================================
 mark        the check runs
@@ -21,8 +24,8 @@ mark        the check runs
 ``memory``  on both ``NAME`` and ``NAME@processes``, if both are chosen. Other checks then run on ``NAME`` only
 ==========  ========================================================================================================
 
-Two more marks do not change the places: ``clock`` marks checks that wait for a real clock, and ``network`` marks checks
-that open endpoints, which use the network with every transport.
+Two more marks do not change where a check runs. ``clock`` marks checks that wait for a real clock. ``network`` marks
+checks that open endpoints, which use the network with every transport.
 
 ==============  ==================================================================================================
 module          content

@@ -1,4 +1,7 @@
-"""One rank of a world: it opens a communicator, runs checks on it, and returns their outcomes."""
+"""One rank of a world.
+
+It opens a communicator, runs checks on this communicator, and returns the outcomes of the checks.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ from aiocomms.communicator.communicator import Communicator
 from aiocomms.testing.conformance.case import Case, CaseBoard, Outcome, Place
 
 TURNS = 100
-"""The number of turns of the loop after a check. Within these turns, all works of the check should end."""
+"""The number of turns that the event loop gets after a check. Within these turns, all works of the check should end."""
 LOOKS = 1000
-"""The number of further looks for pending works, with one look per millisecond."""
+"""The number of times that the rank checks for pending works after these turns. It checks once per millisecond."""
 
 Check = Callable[..., Awaitable[None]]
 
@@ -54,7 +57,7 @@ class Reports(logging.Handler):
         logging.getLogger("aiocomms").removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Collect a record of the log."""
+        """Collect the text of one log record."""
         error = record.exc_info[1] if record.exc_info else None
         self._add(record.getMessage(), error)
 
@@ -84,7 +87,7 @@ class Rank:
         self._waiting = ""
         self._case: Case | None = None
         self.comm: Communicator | None = None
-        """The communicator, which all checks use as long as they pass."""
+        """The communicator of this rank. Checks share it until a check fails."""
 
     def prepare(self, store: Store, board: CaseBoard) -> None:
         """Prepare for another check."""
@@ -117,13 +120,13 @@ class Rank:
         return Outcome("passed", "", self._usable(), tuple(case.agreed), tuple(case.spans))
 
     def stop(self) -> None:
-        """End a check that does not end by itself."""
+        """Cancel a check that does not end by itself."""
         works = [work for comm in self._comms() for work in pending(comm)]
         self._waiting = "".join(f"{work}\n" for work in works)
         self._scope.cancel()
 
     async def close(self) -> None:
-        """Close all communicators, in any state."""
+        """Close all communicators. They may be in any state."""
         comms = self._comms()
         self.comm = self._case = None
         for comm in comms:
@@ -176,7 +179,7 @@ def other_tasks() -> set[str]:
 
 
 def with_leftovers(outcomes: list[Outcome], tasks: set[str], reported: str) -> list[Outcome]:
-    """Fail a check that has left tasks, or has caused errors that were reported to the loop."""
+    """Mark a check as failed if it has left tasks behind, or has caused errors that were reported to the loop."""
     text = (f"the check has left tasks behind: {tasks}\n" if tasks else "") + reported
     if not text:
         return outcomes

@@ -1,6 +1,6 @@
 """Cancellation of an await, and withdrawal of a receive. An operation happens completely, or not at all.
 
-The checks fix the order of the ranks: a rank that must be second waits for a note of the first rank.
+The checks fix the order in which the ranks act. A rank that must act second waits for a note of the first rank.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ SHAPE = (6,)
 
 
 def incoming(comm: Communicator, case: Case, tag: int = 0) -> tuple[Slot, Work[torch.Tensor]]:
-    """Post a receive on rank 1 before rank 0 sends the message."""
+    """Post the receive of rank 1. This happens before rank 0 sends the message."""
     slot = case.empty(torch.int32, SHAPE)
     return slot, comm.recv(slot.tensor, 0, tag)
 
 
 async def send_when_told(comm: Communicator, case: Case, note: str = "cancelled", tag: int = 0) -> None:
-    """Do rank 0's part: send the message when rank 1 has sent a note."""
+    """Do the part of rank 0, which waits for a note of rank 1 and then sends the message."""
     await case.told(note, 1)
     await comm.send(case.bits(torch.int32, SHAPE).to(comm.device), 1, tag)
 
 
 async def expect_in_next(comm: Communicator, case: Case, withdrawn: Slot, tag: int = 0) -> None:
-    """Do rank 1's part: the next receive gets the message, and the withdrawn receive's buffer is not written."""
+    """Do the part of rank 1.
+
+    Check that the next receive gets the message, and that the withdrawn receive's buffer is unchanged.
+    """
     case.tell("cancelled")
     slot, work = incoming(comm, case, tag)
     await work
@@ -135,7 +138,7 @@ async def test_cancelling_one_awaiter_leaves_the_others_waiting(comm: Communicat
 async def test_cancelling_the_second_of_three_recvs_leaves_the_order_of_the_others(
     comm: Communicator, case: Case
 ) -> None:
-    """The other two receives get the messages, in order."""
+    """The first and the third receive get the messages, in the order of the sends."""
     case.need("p2p")
     contents = [case.bits(torch.int32, SHAPE, i) for i in range(3)]
     if comm.rank == 0:
@@ -174,7 +177,10 @@ async def test_cancel_of_a_completed_recv_returns_false(comm: Communicator, case
 async def test_cancel_of_recv_that_races_with_its_message_loses_none(
     comm: Communicator, case: Case, count: int
 ) -> None:
-    """The next receive gets the message if cancel returns True; otherwise the cancelled receive gets it."""
+    """The next receive gets the message if ``cancel`` returns True.
+
+    The cancelled receive gets the message if ``cancel`` returns False.
+    """
     case.need("p2p")
     draw = random.Random(f"{case.seed}")
     for turn in range(30):
@@ -234,7 +240,7 @@ async def test_awaiter_cancelled_as_the_recv_completes_loses_no_message(comm: Co
 @ranks(2)
 @pytest.mark.parametrize("count", [3, 40_009])
 async def test_cancelled_send_delivers_the_whole_message(comm: Communicator, case: Case, count: int) -> None:
-    """The await of a send is cancelled, and the sent tensor is dropped; the whole message still arrives."""
+    """The await of a send is cancelled, and the sent tensor is dropped. Nevertheless the whole message arrives."""
     case.need("p2p")
     contents = [case.bits(torch.int32, (count,), i) for i in range(3)]
     if comm.rank == 1:
@@ -261,7 +267,10 @@ async def test_cancelled_send_delivers_the_whole_message(comm: Communicator, cas
 @pytest.mark.memory
 @ranks(2, 3, more=(7,))
 async def test_cancelled_collective_completes_on_all_ranks(comm: Communicator, case: Case) -> None:
-    """One rank's await is cancelled before other ranks call. This collective and the next complete on all ranks."""
+    """One rank's await is cancelled before the other ranks call the collective.
+
+    This collective and the next collective complete on all ranks.
+    """
     for victim in range(comm.size):
         content = case.numbers(torch.int64, SHAPE, victim, comm.rank)
         want = sum(case.numbers(torch.int64, SHAPE, victim, r) for r in range(comm.size))
@@ -363,7 +372,7 @@ async def test_cancelling_200_recvs_leaves_the_next_message_intact(comm: Communi
 @pytest.mark.memory
 @ranks(2, 3)
 async def test_random_cancellation_on_all_ranks_loses_no_data(comm: Communicator, case: Case) -> None:
-    """Awaits are cancelled at any point of a collective and an exchange.
+    """Awaits of a collective and of an exchange are cancelled at random points.
 
     No data is lost, and later operations have right results.
     """

@@ -18,14 +18,14 @@ WINDOW = 0.05
 """The time in seconds during which wake-ups are counted."""
 
 ALLOWED = 2
-"""The most wake-ups of the loop's thread in the time ``WINDOW``: one by a timer, and one by other processes."""
+"""The largest number of wake-ups of the loop's thread within ``WINDOW``: one by a timer, and one by other processes."""
 
 
 async def wakeups() -> tuple[int, float]:
     """Count how often the loop's thread went to sleep while its only task slept.
 
-    Measure also the thread's processor time in seconds. The result has the smallest values of several intervals,
-    because a virtual machine's kernel may count time that the host takes away.
+    Also measure the thread's processor time in seconds. Return the smallest values of several intervals. In a virtual
+    machine, the kernel may also count time in which the host runs another machine.
     """
     counts, ran = [], []
     for _ in range(6):
@@ -39,7 +39,10 @@ async def wakeups() -> tuple[int, float]:
 
 
 async def expect_silence(case: Case, note: str) -> None:
-    """Verify that the loop does not wake up. All ranks call this at the same time, because they may share a thread."""
+    """Verify that the event loop does not wake up.
+
+    All ranks call this function at the same time, because they may share a thread.
+    """
     await case.meet(f"before {note}")
     if case.rank == 0 or case.place.processes:
         count, ran = await wakeups()

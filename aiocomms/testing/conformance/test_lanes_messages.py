@@ -15,13 +15,17 @@ from aiocomms.testing.conformance.test_lanes import number, shuffled
 ALIKE = (18868, 23721, 50482, 61701)
 """Four keys of lanes.
 
-The numbers of the first two lanes agree in the last 32 bits; the others agree in all other bits.
+The numbers of the first two lanes differ only above the last 32 bits. The numbers of the last two lanes differ only in
+the last 32 bits.
 """
 
 
 @ranks(2)
 async def test_lanes_whose_keys_share_tag_bits_stay_apart(comm: Communicator, case: Case) -> None:
-    """A transport that shortens tags would mix messages of these lanes."""
+    """Messages of lanes must match only in their own lane.
+
+    A transport that shortens tags would mix the messages of different lanes.
+    """
     case.need_any_order()
     numbers = [number_of(key) for key in ALIKE]
     assert (numbers[0] - numbers[1]) % 2**32 == 0 and numbers[2] >> 32 == numbers[3] >> 32, f"{numbers} are not alike"

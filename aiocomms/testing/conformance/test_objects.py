@@ -75,9 +75,9 @@ async def test_objects_match_by_tag_in_order(comm: Communicator, case: Case) -> 
 async def test_object_may_be_changed_after_send_object_and_its_tensors_once_it_is_done(
     comm: Communicator, case: Case
 ) -> None:
-    """The object's tensors belong to the operation until it is done, as in ``send``.
+    """The program must not change the object's tensors until the operation is done, as with ``send``.
 
-    The rest of the object may change at once.
+    The program may change the rest of the object immediately after the call.
     """
     case.need("p2p")
     if comm.rank == 0:
@@ -124,7 +124,10 @@ def plain(value: Any) -> Any:
 @pytest.mark.memory
 @ranks(3, more=(2,))
 async def test_large_tensors_bytes_and_texts_in_an_object_arrive_in_new_memory(comm: Communicator, case: Case) -> None:
-    """Large values arrive unchanged in new memory. The values do not mix, and do not disturb later messages."""
+    """Large values arrive unchanged in new memory.
+
+    The values of different messages do not mix, and do not disturb later messages.
+    """
     case.need("p2p")
     everyone = [large(case, r) for r in range(comm.size)]
     mine, expected = everyone[comm.rank], [plain(obj) for obj in everyone]
@@ -150,7 +153,7 @@ async def test_large_tensors_bytes_and_texts_in_an_object_arrive_in_new_memory(c
 async def test_recv_object_with_pickle_refuses_a_plain_object_and_takes_its_messages(
     comm: Communicator, case: Case
 ) -> None:
-    """The receive still takes all messages of the object, so that the sender's work ends."""
+    """The receive fails, but nevertheless takes all messages of the object, so that the sender's work ends."""
     case.need("p2p")
     if comm.rank == 0:
         await comm.send_object({"t": torch.ones(100_000)}, 1)
@@ -192,7 +195,7 @@ async def test_concurrent_object_collectives_stay_apart(comm: Communicator, case
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_pickle_carries_any_object_when_every_rank_allows_it(comm: Communicator, case: Case) -> None:
-    """Ranks can send any object that pickle can encode, if every rank concerned allows pickle."""
+    """Ranks can send any object that pickle can encode, if every rank of the operation allows pickle."""
     case.need("p2p")
     value = {dt.timedelta(1): {1, 2}, "deep": [range(3)]}
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size

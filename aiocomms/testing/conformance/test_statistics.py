@@ -1,4 +1,4 @@
-"""The statistics of a communicator, whose numbers add up with every transport."""
+"""The statistics of a communicator. Their numbers must be correct with every transport."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def test_statistics_count_ops_that_a_hook_refused(comm: Communicator, case
 async def test_statistics_count_failed_ops_by_reason(comm: Communicator, case: Case) -> None:
     """Rank 0 aborts the communicator while ops of the other ranks are pending.
 
-    Statistics are available afterwards, too.
+    After the abort, the statistics are still available.
     """
     own = await case.open("to be aborted")
     if comm.rank == 0:

@@ -1,4 +1,4 @@
-"""Autograd is told of every write, so that autograd refuses a gradient that needs an overwritten value."""
+"""Operations report every write to autograd, so that autograd refuses a gradient that needs an overwritten value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from aiocomms.testing.conformance.case import Case, ranks
 from aiocomms.testing.conformance.test_arguments import GOOD, WRITTEN, carried
 
 LARGE = 2**18
-"""A large number of elements. A transport may send so many elements in another way than a few."""
+"""A large number of elements.
+
+A transport may use one method to send so many elements and another method to send few elements.
+"""
 
 
 def tensors(args: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -41,12 +41,12 @@ class Trial:
         self._untouched: list[data.Slot] = []
 
     def writes(self, slot: data.Slot, want: Tensor, allowance: Tensor | None = None) -> Trial:
-        """Expect that the operation writes ``want`` into a tensor."""
+        """Declare that the operation must write ``want`` into a tensor."""
         self._written.append((slot, want, allowance))
         return self
 
     def keeps(self, *slots: data.Slot) -> Trial:
-        """Expect that tensors do not change."""
+        """Declare that the operation must not change some tensors."""
         self._untouched.extend(slots)
         return self
 
@@ -73,23 +73,23 @@ MOVING: dict[str, Start] = {}
 """The collectives that move data without changing it."""
 
 REDUCING: dict[str, Start] = {}
-"""The collectives that reduce."""
+"""The collectives that apply a reduction operator."""
 
 
 def moving(start: Start) -> Start:
-    """Register a trial by its operation's name."""
+    """Register the function that starts a trial. The key is the name of its operation."""
     MOVING[start.__name__] = start
     return start
 
 
 def reducing(start: Start) -> Start:
-    """Register a trial by its operation's name."""
+    """Register the function that starts a trial. The key is the name of its operation."""
     REDUCING[start.__name__] = start
     return start
 
 
 def ragged(shape: Shape, *which: int) -> Shape:
-    """Vary a shape for each rank or pair of ranks: add a few elements along the first dimension."""
+    """Return a shape that differs by rank or pair of ranks, with a few more elements along the first dimension."""
     more = sum(which) % 4
     return (shape[0] + more, *shape[1:]) if shape else (more,)
 

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any, Final, NamedTuple
 
 _MOMENT: Final = 5e-5
-"""The most seconds that a switch to a thread, or back to the loop, takes."""
+"""The longest time in seconds that a switch to a thread, or back to the event loop, takes."""
 
 
 class Occurrence(NamedTuple):
@@ -24,16 +24,16 @@ class Occurrence(NamedTuple):
 
 
 class Clockwork:
-    """Virtual time, which jumps from one call to the next."""
+    """The virtual time of a world. It jumps from the time of one call to the time of the next call."""
 
     def __init__(self, seed: int) -> None:
         """Begin without scheduled calls."""
         self.random = Random(seed)  # noqa: S311 - A seed repeats it.
         self.time = 0.0
         self.only_looks = False
-        """True if the last call only checked whether other ranks live, and its process has no pending deadline."""
+        """True if the last call only checked that other ranks are alive, and its process has no pending deadline."""
         self.trace: list[tuple[float, str, str]] = []
-        """The events so far: the time, the process, and the event."""
+        """The events until now. Each entry has the time, the process, and the event."""
         self._coming: list[Occurrence] = []
         self._numbers = itertools.count()
 
@@ -43,14 +43,17 @@ class Clockwork:
         return self._coming[0].time if self._coming else float("inf")
 
     def at(self, when: float, timeline: Timeline | None, call: Callable[..., object], *args: Any) -> None:
-        """Schedule a call at some time, in a process or outside all processes."""
+        """Schedule a call at a virtual time. The call belongs to one process, or to none."""
         when = max(when, self.time)
         if timeline is not None and timeline.slowness:
             when += timeline.slowness * self.random.random()
         heapq.heappush(self._coming, Occurrence(when, next(self._numbers), timeline, call, args))
 
     def next(self) -> Occurrence | None:
-        """Advance the time to the next call, and return the call; None if the call's process has ended or is paused."""
+        """Advance the time to the next call, and return the call.
+
+        Return None if the call's process has ended or is paused.
+        """
         coming = heapq.heappop(self._coming)
         timeline = coming.timeline
         if timeline is not None and timeline.over:
@@ -67,7 +70,7 @@ class Clockwork:
         return list(self._coming)
 
     def a_moment(self) -> float:
-        """Draw the random number of seconds that a switch of threads takes."""
+        """Return a random time in seconds for the switch to another thread."""
         return _MOMENT * self.random.random()
 
     def note(self, who: object, what: str) -> None:
@@ -85,7 +88,7 @@ class Timeline:
     def __init__(self, clockwork: Clockwork, rank: int, restarts: int) -> None:
         """Begin the time of a process.
 
-        :param restarts: how often the rank has been started before.
+        :param restarts: the number of times that the rank has been started again.
         """
         self.clockwork, self.rank, self.restarts = clockwork, rank, restarts
         self._name = f"rank {rank}" + (f" (restart {restarts})" if restarts else "")
@@ -96,11 +99,14 @@ class Timeline:
         self.dead = self.over = False
         self.paused_until = 0.0
         self.slowness = 0.0
-        """The most seconds by which each call of the process is late."""
+        """The longest time in seconds by which a call of the process is delayed."""
         self.generators: list[weakref.ref[AsyncGenerator[Any, Any]]] = []
         """The asynchronous generators that have begun in the process."""
         self.unraised: list[dict[str, Any]] = []
-        """The errors that no caller could get, each as the context for a loop's exception handler."""
+        """The errors that could not be raised to a caller.
+
+        Each is a context for the exception handler of an event loop.
+        """
 
     def __repr__(self) -> str:
         return self._name
@@ -110,7 +116,7 @@ class Timeline:
         return max(self._least, self.says_at(self.clockwork.time))
 
     def says_at(self, time: float) -> float:
-        """Convert a virtual time to the time of the process's monotonic clock."""
+        """Convert a time of the world to the time of the process's monotonic clock."""
         return self._begins + time * self._rate
 
     def at(self, when: float, call: Callable[..., object], *args: Any) -> None:
@@ -122,7 +128,7 @@ class Timeline:
         self.clockwork.at(self.clockwork.time + seconds, self, call, *args)
 
     def soon(self, call: Callable[..., object], *args: Any) -> None:
-        """Schedule a call for a moment later, as if another thread made the call."""
+        """Schedule a call after a very short random time, as if another thread had made the call."""
         self.later(self.clockwork.a_moment(), call, *args)
 
     def _punctually(self, when: float, call: Callable[..., object], args: tuple[Any, ...]) -> None:

@@ -11,24 +11,27 @@ from aiocomms.testing.simulation.clockwork import Clockwork, Timeline
 
 _PING, _PONG, _END, _RESET, _LOST, _WELCOME = (object() for _ in range(6))
 KEEPALIVE: Final = 5.0
-"""Seconds after which a connection ends if a partition delays its frames. An attempt to connect does not end."""
+"""The time in seconds after which a connection ends if a partition delays its frames.
+
+An attempt to connect does not end in this way.
+"""
 _WORDS: Final = {_END: "goodbye", _RESET: "reset", _WELCOME: "welcome"}
 
 
 def describe(frame: Any) -> str:
-    """Describe a frame by a text that is the same in every run."""
+    """Return a text that describes a frame. The text is the same in every run."""
     if type(frame) is object:
         return _WORDS[frame]
     return repr(frame) if isinstance(frame, int | str | bytes) else type(frame).__name__
 
 
 def address_of(number: int) -> bytes:
-    """Return the address for a number. All addresses of a world have this form."""
+    """Return the address with a given number. All addresses of a simulated world have this format."""
     return b"simulated %d" % number
 
 
 def number_of(address: bytes) -> int:
-    """Return the number of an address."""
+    """Return the number in an address."""
     return int(address.rpartition(b" ")[2])
 
 
@@ -48,7 +51,7 @@ class SimulatedConduit:
         self._answered: Callable[[bool], object] | None = None
         """The callback for the answer to this end's attempt to connect; None if no answer is pending."""
         self._kept: list[Any] = []
-        """The calls that deliver what arrived before :meth:`hear`: frames, and perhaps the end of the connection."""
+        """The calls that deliver the frames that arrived before :meth:`hear`, and perhaps the connection's end."""
         self.heard = process.now()
         self.over = False
         """True if this end no longer sends or receives."""
@@ -89,7 +92,7 @@ class SimulatedConduit:
             self.over = True
 
     def arrive(self) -> None:
-        """Take the next frame, unless the frame was lost in transit."""
+        """Receive the next frame, unless it was lost in transit."""
         if not self.coming:
             return
         frame = self.coming.popleft()
@@ -130,7 +133,7 @@ class SimulatedConduit:
             self._on_frame(frame)
 
     def end(self, closed: bool) -> None:
-        """End the connection at this end.
+        """End the connection at this end only.
 
         :param closed: whether the other end has closed the connection.
         """
@@ -150,7 +153,7 @@ class SimulatedNetwork:
     def __init__(self, clockwork: Clockwork, running: Callable[[], Timeline], latency: tuple[float, float]) -> None:
         """Begin with no connection.
 
-        :param running: returns the running process.
+        :param running: a function that returns the process that runs now.
         :param latency: the least and the greatest latency of a frame, in seconds.
         """
         self._clockwork, self._running = clockwork, running
@@ -160,7 +163,7 @@ class SimulatedNetwork:
         """The process of each address, even if the process no longer listens."""
         self._conduits: dict[SimulatedConduit, None] = {}
         self._parted: dict[tuple[int, int], float] = {}
-        """The time until which no traffic passes from one rank to another, by the pair of ranks."""
+        """The time until which no traffic passes from one rank to another rank. The key is the pair of ranks."""
 
     # ------------------------------------------------------------------------------------ calls of processes
 
@@ -226,7 +229,10 @@ class SimulatedNetwork:
         world.at(parted, None, self._depart, to, sent)  # Another partition may have begun by then.
 
     def undisturbed(self, end: SimulatedConduit) -> bool:
-        """Return whether the other process of a connection lives and runs, and no partition separates the processes."""
+        """Return whether a connection works now.
+
+        The other process must be alive and not paused, and no partition may separate the two processes.
+        """
         other, now = end.other.process, self._clockwork.time
         parted = {(end.process.rank, other.rank), (other.rank, end.process.rank)} & self._parted.keys()
         standing = other.over or other.paused_until > now or end.over
@@ -238,7 +244,7 @@ class SimulatedNetwork:
             self._clockwork.note(end.process, f"hears {describe(frame)} of {end.other.process}")
 
     def held(self, one: Timeline, other: Timeline) -> float:
-        """Return the remaining seconds of a partition between two processes, in either direction."""
+        """Return the time in seconds for which a partition still separates two processes, in either direction."""
         ways = (one.rank, other.rank), (other.rank, one.rank)
         return max(0.0, *(self._parted.get(way, 0.0) - self._clockwork.time for way in ways))
 
@@ -255,7 +261,7 @@ class SimulatedNetwork:
                 end.process.later(self._latency(), end.end, False)
 
     def die(self, process: Timeline) -> None:
-        """End the connections of a process that has died: some of its last frames are lost."""
+        """End the connections of a process that has died. Some of the last frames that it sent are lost."""
         for mine in [it for it in self._conduits if it.process is process]:
             theirs = mine.other
             mine.over = True
@@ -266,7 +272,7 @@ class SimulatedNetwork:
         self._forget(process)
 
     def close(self, process: Timeline) -> None:
-        """End the connections of a process that has ended by itself."""
+        """End the connections of a process that has ended normally."""
         for mine in [it for it in self._conduits if it.process is process]:
             mine.close()
         self._forget(process)
@@ -289,7 +295,7 @@ class SimulatedNetwork:
                 self.cut(end)
 
     def clear(self) -> None:
-        """Forget all connections and listeners."""
+        """Delete all connections and listeners."""
         self._conduits.clear()
         self._listeners.clear()
         self._owners.clear()
