@@ -15,14 +15,17 @@ from aiocomms_local.semantics import perform
 from aiocomms_local.window import LocalWindow
 
 Done = list[tuple[int, Completion, Any]]
-"""The works that are complete now. Each entry is a rank, its work, and the work's value or :class:`CommError`."""
+"""The works that an operation has completed.
+
+Each entry is a rank, the work of that rank, and the result of the work or its :class:`CommError`.
+"""
 
 Key = tuple[int, int, int, int]
 """Source, destination, channel and tag. A send and a receive match if all four are equal."""
 
 
 class LocalRank(Protocol):
-    """The interface through which other ranks reach one rank."""
+    """The methods of one rank that other ranks call."""
 
     def settle(self, work: Completion, value: Any) -> None:
         """Complete a work of this rank, on this rank's thread."""
@@ -31,7 +34,7 @@ class LocalRank(Protocol):
         """Receive a note from another rank."""
 
     def on_failure(self, error: CommError) -> None:
-        """Handle the loss of the communicator."""
+        """Handle the error that ends the communicator."""
 
 
 class SharedMatcher:
@@ -47,13 +50,16 @@ class SharedMatcher:
         self.ranks: list[LocalRank | None] = [None] * size
         self.failure: CommError | None = None
         self.left: set[int] = set()
-        """The ranks that have closed."""
+        """The ranks that have closed their communicator."""
         self._sends: defaultdict[Key, deque[tuple[ops.Send, Completion]]] = defaultdict(deque)
         self._recvs: defaultdict[Key, deque[tuple[ops.Recv, Completion]]] = defaultdict(deque)
         self._probes: defaultdict[Key, list[tuple[ops.Probe, Completion]]] = defaultdict(list)
         """The probes without a matching send."""
         self._collectives: dict[int, dict[int, tuple[Any, Completion]]] = {}
-        """The collectives that some ranks have not called yet, by number and then by rank."""
+        """The collectives that some but not all ranks have called.
+
+        The first key is the collective's number, and the second key is the rank.
+        """
         self._windows: list[LocalWindow] = []
 
     # ------------------------------------------------------------------------------------------ point to point
@@ -94,7 +100,10 @@ class SharedMatcher:
         return self.recv(rank, op, work) if (op.src, rank, op.channel, op.tag) in self._sends else [(rank, work, False)]
 
     def probe(self, rank: int, op: ops.Probe, work: Completion) -> Done:
-        """Complete a probe with the oldest send that a receive would match, or keep the probe until there is one."""
+        """Complete a probe with the oldest send that a receive would match.
+
+        If there is no such send, keep the probe.
+        """
         key = (op.src, rank, op.channel, op.tag)
         if sends := self._sends.get(key):
             tensor = sends[0][0].tensor
@@ -105,7 +114,10 @@ class SharedMatcher:
         return []
 
     def withdraw(self, rank: int, op: Any, work: Completion) -> bool:
-        """Withdraw a receive, a probe or a wait. Return False if a send or a signal has already matched it."""
+        """Withdraw a receive, a probe or a wait.
+
+        Return False if a send or a signal has already matched the operation.
+        """
         if isinstance(op, ops.WaitSignal):
             window: LocalWindow = op.window.handle
             return window.withdraw(op, rank, work)
@@ -161,14 +173,14 @@ class SharedMatcher:
         return [peer for peer in (_peer(op),) if peer is not None]
 
     def _lose(self, calls: dict[int, tuple[Any, Completion]], error: CommError) -> Done:
-        """Lose the communicator because a collective cannot be performed, for example because calls differ."""
+        """End the communicator with an error, because it cannot perform a collective. For example, the calls differ."""
         self.failure = error
         return [(r, w, error) for r, (_, w) in calls.items()]
 
     # ---------------------------------------------------------------------------------------- ranks that close
 
     def leave(self, rank: int) -> Done:
-        """Close a rank. Fail the works that need this rank, and no others.
+        """Close a rank. Fail those works of other ranks that need this rank.
 
         If one of these works is a collective, the whole communicator is lost.
         """
@@ -202,12 +214,15 @@ class SharedMatcher:
 
 
 def _transfer(send: ops.Send, recv: ops.Recv, src: int) -> Any:
-    """Copy one message. Return the outcome of the receive: its result, or an error."""
+    """Copy one message. Return the result of the receive, or its error."""
     return copy_message(send.tensor, recv.tensor, src) or OP_RESULT
 
 
 def _resized(records: Sequence[ops.Op]) -> CommError | None:
-    """Return the error of a collective if one of its tensors has no memory, else None. Otherwise torch would crash."""
+    """Return an error if the storage of one of a collective's tensors is too small; None if all are large enough.
+
+    Without this check, torch would crash.
+    """
     for rank, record in enumerate(records):
         if not all(has_room(tensor) for _, tensor in record.reads() + record.writes()):
             return _too_small(rank)

@@ -1,4 +1,7 @@
-"""The semantics of each collective: the effect on the ranks' tensors. The ranks' records are in rank order."""
+"""The semantics of each collective, which is its effect on the tensors of all ranks.
+
+The records of the ranks are in rank order.
+"""
 
 from __future__ import annotations
 

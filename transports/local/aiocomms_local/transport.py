@@ -1,4 +1,4 @@
-"""The plug-in: one rank of a communicator, which shares a :class:`SharedMatcher` with the other ranks."""
+"""The plug-in. Its instance is one rank of a communicator, and shares a :class:`SharedMatcher` with the other ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from aiocomms_local.matching import Done, SharedMatcher
 from aiocomms_local.semantics import perform
 
 _forming: dict[bytes, SharedMatcher] = {}
-"""Matchers of communicators that are opening, by token. Every rank looks up the token of rank 0."""
+"""The matchers of the communicators that are being opened.
+
+The key is a token. Every rank uses the matcher with the token of rank 0.
+"""
 _forming_lock = threading.Lock()
 
 _PERFORMED: frozenset[type[ops.Op]] = ops.COLLECTIVES | ops.SCANS
@@ -28,9 +31,9 @@ _COLLECTIVE: frozenset[type[ops.Op]] = _PERFORMED | {ops.WindowOpen, ops.WindowC
 class LocalTransport(Transport):
     """The transport between ranks that are tasks of one process, in one event loop or in the loops of several threads.
 
-    ``post`` does all the work. The later call of a send and its receive, and the last call of a collective, moves the
-    data and completes the works of all ranks. A send of any size waits for its receive, so this transport exposes
-    programs that rely on buffering.
+    ``post`` does all the work. For a send and its receive, the second call moves the data; for a collective, the last
+    call. This call also completes the works of all ranks that take part. A send waits for its receive, whatever the
+    size of the message. So this transport exposes programs that rely on buffering.
     """
 
     capabilities = Capabilities(
@@ -167,7 +170,7 @@ class LocalTransport(Transport):
         return self._matcher.join(self._rank, self._calls, op, work)
 
     def _deliver(self, done: Done) -> None:
-        """Complete works of this rank and of other ranks, each on the thread of its own rank."""
+        """Mark works of this rank and of other ranks as complete, each work on the thread of its own rank."""
         for rank, work, value in done:
             owner = self._matcher.ranks[rank]
             if owner is None:

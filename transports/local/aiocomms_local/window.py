@@ -13,21 +13,21 @@ from aiocomms.transport import OP_RESULT, Completion
 
 
 class LocalWindow:
-    """All ranks' parts of one window, and the signals between the ranks."""
+    """The parts of one window on all ranks, and the signals between the ranks."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
         self.mapped = range(len(tensors))
         """The ranks whose memory this process can access."""
         self.signals: Counter[tuple[int, int]] = Counter()
-        """The number of signals that no wait has consumed yet, by source and destination."""
+        """The number of signals that no wait has consumed yet. The key is the pair of source and destination."""
         self.waiting: defaultdict[tuple[int, int], deque[Completion]] = defaultdict(deque)
-        """The waits that no signal has ended yet, by source and destination."""
+        """The waits that no signal has ended yet. The key is the pair of source and destination."""
 
     def act(self, op: Any, rank: int, work: Completion) -> list[tuple[int, Completion, Any]]:
         """Perform an operation that rank ``rank`` has called.
 
-        :returns: the works that are complete now, each with its rank and its value.
+        :returns: the works that are now complete, each with its rank and its result.
         """
         match op:
             case ops.Put():
@@ -58,7 +58,7 @@ class LocalWindow:
         return [(rank, work, OP_RESULT)]  # every put and get completes at its call, so a flush waits for nothing
 
     def withdraw(self, op: ops.WaitSignal, rank: int, work: Completion) -> bool:
-        """Withdraw a wait. Return False if a signal has already ended it."""
+        """Withdraw a wait. Return False if a signal has already ended the wait."""
         waiting = self.waiting[op.src, rank]
         if work not in waiting:
             return False
