@@ -1,7 +1,7 @@
 """The board of a communicator: signed records in the store. Each rank writes its own records, and can read all records.
 
-Recovery and diagnosis use the board, on separate threads. Transports do not use it. Every call blocks as long as the
-store does.
+Recovery and diagnosis use the board, on separate threads. Transports do not use it. A call to the board blocks until
+the store answers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from aiocomms.lowlevel.auth import Seal
 from aiocomms.lowlevel.stores import store_errors
 
 ANYBODY: Final = -1
-"""The number of the signer in records on which all ranks agree. Other records have a rank in its place."""
+"""The number that stands for the signer in records on which all ranks agree.
+
+Other records have the number of the rank that signed them.
+"""
 
 
 class Board:
@@ -41,7 +44,9 @@ class Board:
 
     @store_errors()
     def told(self, key: str, rank: int) -> bytes | None:
-        """Return the value that a rank has written under a key; None if there is none, or the rank has not signed it.
+        """Return the value that a rank has written under a key.
+
+        Return None if there is no value, or if the rank has not signed it.
 
         :raises StoreLostError: the store is gone.
         """

@@ -3,12 +3,12 @@
 The store and its notices may be older than this run of the job. A waiting rank believes
 
 * notices that are written while it waits;
-* an earlier notice of a process on the same host, if that process failed after this rank's process was started. The
-  rank believes such a notice only until its own process first meets other ranks. Notices of other hosts are excluded,
-  because the clocks of two hosts cannot be compared.
+* notices that a process on the same host wrote earlier, if that process failed after this rank's process was started.
+  The rank believes an earlier notice only until its own process first meets other ranks. Earlier notices from other
+  hosts are excluded, because the clocks of two hosts cannot be compared.
 
-A process that replaces a failed rank withdraws the failed rank's notice. So a believed notice and its reader belong to
-the same run.
+A process that replaces a failed rank withdraws the failed rank's notice. So a rank believes only notices of its own run
+of the job.
 """
 
 from __future__ import annotations
@@ -37,11 +37,17 @@ from aiocomms.lowlevel.hosts import host_id
 KEY: Final = "aiocomms/failed"
 """The key of the list of failed ranks, in the launcher's store, without a prefix."""
 PATIENCE: Final = 1.0
-"""The seconds for which a failing process tries to write its notice. A waiting rank looks at notices as often."""
+"""The time in seconds for which a failing process tries to write its notice.
+
+A waiting rank reads the notices at this interval, or less often if there are many ranks.
+"""
 _STAYS: Final = 2
-"""The number of looks for which rank 0 waits after it finds a notice, because rank 0 may serve the store."""
+"""The number of intervals for which rank 0 waits after it finds a notice.
+
+Rank 0 may serve the store, from which the other ranks must also read the notice.
+"""
 _LOOKS: Final = 1000
-"""The largest number of looks per second of all ranks of a communicator together."""
+"""The largest number of times per second that all ranks of a communicator together read the notices."""
 _LONGEST: Final = 2000
 """The largest number of characters of an error in a notice."""
 _TORCHS: Final = "aiocomms.integrations.torch_backend"
@@ -52,10 +58,10 @@ class Casualty(msgspec.Struct, array_like=True):
     """The notice that a rank leaves in the store about its own failure or replacement."""
 
     error: str
-    """The error that ended the rank; empty if another process has replaced it."""
+    """The error that ended the rank; empty if another process has replaced the rank."""
     host: str
     at: float
-    """The time of the notice, in seconds since its host was started."""
+    """The time at which the notice was written, in seconds since the writer's host was started."""
 
 
 _CASUALTIES = ControlCodec[Casualty](Casualty, "what has ended a rank")
@@ -65,9 +71,10 @@ class Casualties:
     """The reader of failure notices, for a rank that waits for the other ranks. Each call blocks."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        """Begin, before the first look.
+        """Create a reader that has not read any notices.
 
-        :param store: the store at which the ranks meet. The notices are in the store that remains without its prefixes.
+        :param store: the store at which the ranks meet. The reader uses the store inside its ``PrefixStore`` wrappers,
+            because the keys of notices have no prefix.
         """
         self._store = at_the_bottom(store)
         self._rank = rank
@@ -120,7 +127,7 @@ class Casualties:
         return {}
 
     def _said(self, rank: int) -> Casualty | None:
-        """Return the last notice of a rank; None if there is none that the rank has signed."""
+        """Return the last notice of a rank; None if the rank has signed no notice."""
         if rank in self._known:
             with contextlib.suppress(ProtocolError):  # AuthError is a ProtocolError.
                 record = believed(self._seal, KEY, rank, self._known[rank])
@@ -141,7 +148,7 @@ class Casualties:
 
 
 def tell(error: Exception) -> None:
-    """Tell the job's other ranks, within a second, which error ends this rank, unless another rank is at fault."""
+    """Tell the job's other ranks within a second which error ends this rank, unless another rank caused the error."""
     launch = read_environment(os.environ)
     if launch is None or launch.size == 1 or failures.is_caused(error) or _helps(launch):
         return
@@ -151,7 +158,7 @@ def tell(error: Exception) -> None:
 
 
 def at_the_bottom(store: Store) -> Store:
-    """Return the store that remains if every ``PrefixStore`` around it is removed."""
+    """Return the store that is inside all ``PrefixStore`` wrappers of ``store``."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
@@ -183,17 +190,18 @@ def _started() -> float:
 
 
 def _stat(process: int) -> tuple[int, float]:
-    """Return the parent and the start time in seconds of a process, see proc_pid_stat(5)."""
+    """Return the pid of a process's parent, and the start time of the process in seconds, see proc_pid_stat(5)."""
     _, _, stat = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")
     fields = stat.split()
     return int(fields[1]), int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def _helps(launch: Launch) -> bool:
-    """Return whether a rank, not the launcher, has started this process. The process's end is then not the rank's end.
+    """Return whether a rank, not the launcher, has started this process.
 
-    In that case an ancestor of this process runs the same Python, and has a rank in its initial environment. A shell,
-    or a tool that binds a rank to cores, may stand between a rank and its launcher.
+    If so, the end of this process is not the end of the rank. A rank has started this process if an ancestor of the
+    process runs the same Python, and has a rank in its initial environment. Between a rank and its launcher there may
+    be a shell, or a tool that binds the rank to cores.
     """
     mark, process = f"{MARKS[launch.launcher]}=".encode(), os.getpid()
     mine = Path("/proc/self/exe").readlink()

@@ -1,4 +1,4 @@
-"""The warning that all ranks on one host together have more of torch's threads than the host has processors.
+"""The warning that the torch threads of all ranks on a host outnumber the host's processors.
 
 By default torch makes as many threads in each rank as the host has processors. The threads of one rank then delay the
 event loops of other ranks. After the rendezvous, a rank without ``OMP_NUM_THREADS`` adds the number of its threads to a
@@ -20,14 +20,23 @@ from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.hosts import host_id
 
 _RANK: Final = 1 << 32
-"""The value that each rank adds to the counter in the store, besides the number of its threads."""
+"""The value that stands for one rank in the counter in the store.
+
+The part of the counter below this value counts threads.
+"""
 _log = logging.getLogger("aiocomms")
 _counted: dict[int, object] = {}
-"""The counted processes by pid, with a mark of the rank that counts each. Ranks in a process share torch's threads."""
+"""The pids of the counted processes, each with an object that stands for the rank that counted the process.
+
+Ranks in one process share torch's threads, so only one rank counts the process.
+"""
 
 
 def may_crowd(size: int) -> bool:
-    """Return whether to count this process: it is not counted yet, and the number of its threads is not limited."""
+    """Return whether this rank must count this process.
+
+    A rank counts its process if no rank has counted it yet, and if the number of its threads is not limited.
+    """
     if size == 1 or clock.simulation is not None or "OMP_NUM_THREADS" in os.environ or torch.get_num_threads() == 1:
         return False
     claim = object()
@@ -40,7 +49,7 @@ def count(store: Store) -> str:
     Ranks that may use different processors of the host have different counters.
 
     :param store: the part of the store that belongs to one communicator.
-    :returns: the key of the counter on the one rank that warns, and an empty text on the others.
+    :returns: the key of the counter on the one rank that warns, and an empty text on the other ranks.
     """
     processors = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     key = f"threads/{hashlib.sha256(f'{host_id()} {processors}'.encode()).hexdigest()[:16]}"

@@ -24,7 +24,7 @@ def _opened() -> dict[str, list[Communicator]]:
 
 
 def register(comm: Communicator) -> None:
-    """Make a communicator findable by its name."""
+    """Register a communicator, so that :func:`find` can find it by its name."""
     _opened().setdefault(comm.name, []).append(comm)
     enter(comm)
 

@@ -1,7 +1,7 @@
-"""The hook for an exception that ends a rank before the rendezvous. The hook tells the other ranks, which wait.
+"""The hook that handles an exception which ends a rank before the rendezvous.
 
-:mod:`aiocomms` imports this module if a launcher has started this process as a rank, so this module imports only the
-standard library.
+The hook reports the exception to the other ranks, which wait for this rank. :mod:`aiocomms` imports this module if a
+launcher has started this process as a rank. So this module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 
 class _Start:
-    """The state of this process's start."""
+    """The state of this process: whether it has met the other ranks."""
 
     has_met = False
 
@@ -50,7 +50,7 @@ def watch() -> None:
 
 
 def _telling(before: Hook, process: int) -> Hook:
-    """Return a hook that calls the hook ``before``, and then tells the other ranks, except in a forked child."""
+    """Return a hook that calls ``before``, and then tells the other ranks the exception, except in a forked child."""
 
     def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)

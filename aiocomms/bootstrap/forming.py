@@ -1,11 +1,12 @@
 """Failure notices while a communicator forms: if one rank cannot form its part, all others stop waiting.
 
 Ranks that form a communicator first wait for each other in the store. Then each transport waits for connections. If a
-rank fails between these two waits, no connection shows its failure while its process lives.
+rank fails between these two waits, but its process lives, no connection shows the failure.
 
-If a new communicator replaces another one, the ranks use the new one only after all ranks of the new one, including
-newcomers, have reported that they formed it. So an attempt has the same result on all ranks. The result that is
-recorded first counts: carried out, or given up.
+A new communicator may replace another communicator. Then the ranks use the new communicator only after all of its
+ranks, including newcomers, have reported that they formed it. So an attempt to form a communicator has the same result
+on all ranks. The first result that a rank records is the result for all ranks: the communicator is formed, or the
+attempt is given up.
 """
 
 from __future__ import annotations
@@ -31,21 +32,24 @@ from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.transport import Transport
 
 _PAUSE: Final = 0.1
-"""The seconds between two looks for a failure of another rank; less if the timeout is short."""
+"""The seconds between two checks whether another rank has failed; fewer seconds if the timeout is short."""
 _ANSWERS: Final = 2.0
-"""The seconds in which a store must answer why a rank has closed its connections. A slower store counts as lost.
+"""The number of seconds within which a store must answer why a rank has closed its connections.
 
-A rank that no longer needs a lost store continues to connect for these seconds, but at most for a quarter of its
-timeout. A rank that still needs the store has failed, and cannot report its failure.
+A slower store counts as lost. If a rank no longer needs a lost store, it continues to connect for these seconds, but
+for a quarter of its timeout at most. A rank that still needs the store has failed, and cannot report its failure.
 """
 _PARTS: Final = 16
-"""The least number of looks within the timeout, because recovery waits only a quarter of it for late ranks."""
+"""The smallest number of checks for failed ranks within the timeout.
+
+Recovery waits for late ranks only for a quarter of the timeout, so the checks must be frequent.
+"""
 _LOOKS: Final = 1000
-"""The largest number of looks per second of all ranks of a communicator together."""
+"""The largest number of checks for failed ranks per second, by all ranks of a communicator together."""
 _KNOWN: Final = (CommAbortedError, CommTimeoutError, PeerDiedError, ProtocolError, StoreLostError)
 """The errors that this rank does not report, because the other ranks notice them, or have reported them."""
 FORMS_AGAIN: Final = (CommAbortedError, CommTimeoutError, PeerDiedError)
-"""The errors of an attempt after which the surviving ranks make another attempt."""
+"""The errors after which the surviving ranks try again to form a communicator."""
 _END: Final = "end"
 _CARRIED_OUT: Final = b""
 _FORMED: Final = "formed"
@@ -53,16 +57,20 @@ _REASONS: Final = ControlCodec[Reason](Reason, "why a rank has failed")
 
 Transports = dict[ops.Family, Transport]
 Missing = Callable[[], CommError | None]
-"""A function that returns the error of an attempt that cannot succeed any more, or None. A thread calls it."""
+"""A function that returns an error if the ranks can no longer form the communicator, and None if they can.
+
+A worker thread calls the function.
+"""
 
 
 async def formed(
     rendezvous: StoreRendezvous, opening: Awaitable[Transports], missing: Missing = lambda: None
 ) -> Transports:
-    """Await the opening of this rank's transports, and give up if another rank has given up.
+    """Wait until this rank's transports are open, and return them; give up if another rank has given up.
 
-    :param missing: a function that is called from time to time. If it returns an error, this rank gives up.
-    :raises CommAbortedError: the forming has failed on another rank, or was cancelled there.
+    :param missing: a function that this rank calls from time to time. If the function returns an error, this rank gives
+        up.
+    :raises CommAbortedError: another rank could not form its part, or was cancelled while it formed its part.
     """
     if rendezvous.store is None or rendezvous.size == 1:
         return await opening
@@ -94,10 +102,10 @@ async def _open(
     rendezvous: StoreRendezvous, opening: Awaitable[Transports], missing: Missing,
     opened: Transports, heard: list[CommError], ended: list[BaseException],
 ) -> None:  # fmt: skip
-    """Await the opening while :func:`_hear` runs.
+    """Open the transports while :func:`_hear` watches the other ranks.
 
-    :param opened: a dict that gets the transports.
-    :param ended: a list that gets the opening's exception, because the task group may drop it.
+    :param opened: a dict to which the open transports are added.
+    :param ended: a list to which an exception of ``opening`` is added, because the task group may drop the exception.
     """
     # The listening task has a separate scope. A cancellation of the whole group would also reach this task, and CPython
     # 3.11 then loses the reference to its awaiter.
@@ -114,7 +122,10 @@ async def _open(
 
 
 async def _break_off(rendezvous: StoreRendezvous, opened: Transports, failure: BaseException) -> BaseException:
-    """Tell the other ranks why this rank has failed, or read the reason from them; return the error to raise."""
+    """Report the failure of this rank to the other ranks, or read the failure that another rank has reported.
+
+    Return the error to raise.
+    """
     with anyio.CancelScope(shield=True):
         if isinstance(failure, PeerDiedError):
             failure = await _explained(rendezvous, failure)
@@ -170,7 +181,7 @@ def given_up(board: Board) -> CommError | None:
 async def kept(rendezvous: StoreRendezvous, transports: Transports) -> bool:
     """Return whether all ranks have formed the communicator; close this rank's transports if not.
 
-    :raises StoreLostError: the store is gone before this rank knows the outcome, and another rank has closed its
+    :raises StoreLostError: the store was lost before this rank knew the outcome, and another rank has closed its
         connections.
     """
     done = False
@@ -202,7 +213,10 @@ async def _carried_out(rendezvous: StoreRendezvous, transports: Transports) -> b
 
 
 def _wait_for_end(rendezvous: StoreRendezvous, transports: Transports, stop: clock.ThreadEvent) -> bool:
-    """Report that this rank has formed its part, and wait for the decision or make it. Runs in a thread."""
+    """Report that this rank has formed its part, and return whether all ranks have formed theirs.
+
+    The rank waits for the decision of another rank, or makes the decision. Runs in a thread.
+    """
     forming = set(range(rendezvous.size))
     rendezvous.tell(_FORMED, b"1")
     for pause in pauses(rendezvous.size):
@@ -218,9 +232,9 @@ def _wait_for_end(rendezvous: StoreRendezvous, transports: Transports, stop: clo
 
 
 def broken_off(error: BaseException, members: Sequence[int]) -> CommError:
-    """Return the error that tells the other ranks, which wait for this rank, that the split failed here.
+    """Return the error that tells the other ranks that the split failed on this rank.
 
-    :param members: the new communicator's ranks, as ranks of the communicator that is split.
+    :param members: the ranks of the new communicator, numbered as in the communicator that is split.
     """
     if isinstance(error, CommError):
         # An error without an op comes from forming, and names ranks of the new communicator.
@@ -231,10 +245,10 @@ def broken_off(error: BaseException, members: Sequence[int]) -> CommError:
 
 
 def renumbered(error: CommError, members: Sequence[int], old_one: str) -> CommError:
-    """Return an error of a new communicator, with its ranks numbered as in the communicator that it comes from.
+    """Return an error of a new communicator, but with the rank numbers of the old communicator that it was made from.
 
-    :param members: the new communicator's ranks, as ranks of the old communicator.
-    :param old_one: the old communicator, in words.
+    :param members: the ranks of the new communicator, numbered as in the old communicator.
+    :param old_one: a phrase for the old communicator, for the error's message.
     """
     copy = error.about()
     late = error.late if isinstance(error, CommTimeoutError) else ()
@@ -257,7 +271,10 @@ async def _hear(
     hearing: anyio.CancelScope,
     forming: anyio.CancelScope,
 ) -> None:
-    """Watch for failures of other ranks until ``hearing`` is cancelled. After a failure, cancel ``forming``."""
+    """Watch for failures of other ranks until the scope ``hearing`` is cancelled.
+
+    After a failure, cancel the scope ``forming``.
+    """
 
     def look() -> CommError | None:
         told = rendezvous.decided(_END)

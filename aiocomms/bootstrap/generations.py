@@ -1,19 +1,20 @@
 """The arrival of ranks at a store that may hold keys of an earlier run.
 
 Some stores keep the keys of a crashed run: for example a reused file, or the store of a launcher that restarts ranks.
-So each rank gives every arrival a random name, and writes the name in place of its last one. A record under such a name
-is newer than the name. So the writer of the record was present at the same time as the named rank. Ranks meet thus:
+So each rank chooses a random name for every arrival, and overwrites the name of its last arrival in the store. A record
+whose key contains such a name is newer than the name. So the writer of this record was present at the same time as the
+rank that has the name. Ranks meet thus:
 
 1. Rank 0 writes its name. Each rank that reads the name adds its own name to a list under rank 0's name.
 2. When the list has a name of every rank, rank 0 signs these names. A rank that finds its name among them has met the
    others.
 
 If rank 0 is gone, the list has no effect, because no rank signs it. A rank that waits long *calls the roll*: it asks
-every rank to answer. A rank that answers this call is present, even if rank 0 is not present. Keys of a process that is
-gone do not count, and records without the signature of the job's token do not count either.
+every rank to answer. A rank that answers this call is present, even if rank 0 is not present. Ranks ignore the keys of
+a process that is gone, and records without the signature of the job's token.
 
-Names, lists and the statement of rank 0 have the same format in every version from 3 on. So ranks of two versions can
-report that their versions differ.
+Names, lists and the statement of rank 0 have the same format in every protocol version from 3 on. So ranks of two
+versions can report that their versions differ.
 """
 
 from __future__ import annotations
@@ -40,14 +41,20 @@ _NAME: Final = re.compile(r"[0-9a-f]{16}")
 _LENGTH: Final = 16
 _NOBODY: Final = "-" * _LENGTH
 _BORED: Final = 2.0
-"""The seconds after its arrival at which a rank first calls the roll, unless another rank called it recently."""
+"""The seconds after its arrival at which a rank first calls the roll, unless another rank has recently called it.
+
+To call the roll means to ask all ranks to answer.
+"""
 _TURN: Final = 0.001
-"""The seconds between two looks whether an earlier arrival of this rank has ended."""
+"""The seconds between two checks whether an earlier arrival of this rank has ended."""
 _LEADER: Final = "came/0"
 _SAID: Final = re.compile(
     r"[0-9a-f]{16} (?P<digest>[0-9a-f]{32}) (?:(?P<unsigned>[01]) (?P<peer>\d{1,9}) (?P<message>.*))?", re.DOTALL
 )
-"""The statement of rank 0: its name, the digest of the signed names, and on an error the rank at fault and the reason.
+"""The format of rank 0's statement.
+
+The statement contains the name of rank 0 and the digest of the signed names. After an error it also contains the rank
+at fault and the reason.
 """
 
 
@@ -55,12 +62,12 @@ class Arrival:
     """One arrival of a rank at a store, under a communicator's name. Only one thread uses it, and its calls block."""
 
     def __init__(self, store: Store, rank: int, size: int, seal: Seal, turn: threading.Lock | None = None) -> None:
-        """Create an arrival. The other ranks do not see it before :meth:`meet`.
+        """Create an arrival. The other ranks see the arrival only after the call of :meth:`meet`.
 
         :param store: the part of the store that belongs to the communicator's name.
-        :param turn: a lock for the arrivals of this rank, if ranks that have met before meet here repeatedly. With the
-            lock, an arrival begins only when an earlier arrival that was given up has ended. So the newest arrival
-            writes its name last. None: the ranks have not met before, so a rank may fail before it arrives.
+        :param turn: a lock for the arrivals of this rank; needed if ranks that have met before meet here repeatedly.
+            With the lock, an arrival waits until an earlier arrival that was given up has ended. So the newest arrival
+            writes its name last. If None, the ranks have not met before, so a rank may fail before it arrives.
         """
         self._store = store
         self._rank = rank
@@ -80,13 +87,13 @@ class Arrival:
         """Wait until rank 0 has seen all ranks, or until ``given_up`` is set.
 
         :param seconds: the time after which ``given_up`` will be set.
-        :returns: a text that is the same on all ranks, and that no other meeting at this store has; an empty text if
-            ``given_up`` was set.
+        :returns: a text that all ranks of this meeting get, and that no other meeting at this store gets; an empty text
+            if ``given_up`` was set.
         :raises ArgumentError: another process has arrived as this rank.
         :raises CommAbortedError: a rank has failed before it arrived.
-        :raises AuthError: the record of a rank that sees this rank is not signed, or the record under this rank's name
-            is not signed.
-        :raises ProtocolError: a rank that sees this rank has another protocol version.
+        :raises AuthError: a rank of this meeting has not signed its record, or the record under this rank's name is not
+            signed.
+        :raises ProtocolError: a rank of this meeting has another protocol version.
         :raises StoreLostError: the store is gone.
         """
         turn = self._turn
@@ -109,7 +116,7 @@ class Arrival:
         return ""
 
     def steps(self, seconds: float) -> Generator[float, None, str]:
-        """Do what :meth:`meet` does, but yield the seconds to wait before each further step, and do not wait here."""
+        """Do the same as :meth:`meet`, but yield the seconds to wait before each further step, instead of waiting."""
         casualties = Casualties(self._store, self._rank, self._size) if self._turn is None else None
         if casualties is not None:
             casualties.arrive()
@@ -132,9 +139,9 @@ class Arrival:
 
     @store_errors()
     def repeated(self) -> list[int]:
-        """Return the ranks of the meeting that have arrived again after it. Blocks.
+        """Return the ranks that have arrived again since the meeting. Blocks.
 
-        Rank 0 looks at all ranks, and the other ranks look at rank 0.
+        Rank 0 checks all ranks, and the other ranks check only rank 0.
         """
         records = self._store.multi_get([f"came/{rank}" for rank in self._met])
         return [rank for rank, record in zip(self._met, records, strict=True) if self._is_new(rank, record)]
@@ -148,7 +155,10 @@ class Arrival:
     # ----------------------------------------------------------------------------------------------------- rank 0
 
     def _lead(self, roll: _Roll) -> str:
-        """Read which ranks have arrived, and report it once all have. Return the meeting's key, or an empty text."""
+        """Read which ranks have arrived, and write rank 0's statement when all ranks have arrived.
+
+        Return the key of the meeting, or an empty text if the meeting is not complete.
+        """
         where = self._list(self._mine)
         came, here, called = self._store.multi_get([_LEADER, where, roll.KEY])
         if self._seal.verify("came", 0, came) != self._mine.encode():
@@ -182,7 +192,10 @@ class Arrival:
     # -------------------------------------------------------------------------------------------------- the other ranks
 
     def _follow(self, roll: _Roll) -> str:
-        """Answer a new rank 0, and read its statement. Return the meeting's key, or an empty text."""
+        """Answer rank 0 if it has newly arrived, and read rank 0's statement.
+
+        Return the key of the meeting, or an empty text if the meeting is not complete.
+        """
         leader, came, called = self._store.multi_get([_LEADER, self._came, roll.KEY])
         name, _, said = claimed(leader).decode(errors="replace").partition(" ")
         if name != self._answered and _NAME.fullmatch(name):
@@ -200,10 +213,10 @@ class Arrival:
         return ""
 
     def _heard(self, leader: bytes, names: bytes) -> str:
-        """Return the key of the meeting that rank 0 reports, or raise the error that it reports.
+        """Return the key of the meeting that rank 0 reports, or raise the error that rank 0 reports.
 
-        Rank 0 names this arrival, so the process of rank 0 was present after this rank arrived. Only then is another
-        token or another version of rank 0 an error.
+        Rank 0's statement contains the name of this arrival, so the process of rank 0 was present after this rank
+        arrived. Without this proof, another token or another version of rank 0 is not an error.
         """
         said = _SAID.fullmatch(self._seal.verify("came", 0, leader).decode(errors="replace"))
         if said is None or said["digest"] != _digest(names):
@@ -229,9 +242,10 @@ class Arrival:
 
 
 class _Roll:
-    """The roll of the ranks that answer while this rank waits.
+    """The roll: the list of the ranks that answer while this rank waits.
 
-    The error of this rank names the ranks that are missing in the roll. The roll also works if rank 0 is missing.
+    If this rank waits without success, its error names the ranks that are not in the roll. The roll does not need rank
+    0.
     """
 
     KEY: Final = "roll"
@@ -247,7 +261,10 @@ class _Roll:
         now, last = clock.now(), last_look(size, seconds)
         self._last = last
         self.patience: float = last / 8
-        """The largest number of seconds between two looks, so that each rank answers in time."""
+        """The largest number of seconds between two looks at the store.
+
+        So each rank answers a call of the roll in time.
+        """
         self._calls = [now + min(_BORED, seconds / 4), now + seconds - last]
         self._look = now + seconds - last / 2
         self._before = store.compare_set(self.KEY, "", _NOBODY)
@@ -267,7 +284,7 @@ class _Roll:
             self._heard, self._heard_at = name, clock.now()
 
     def look(self) -> None:
-        """Call the roll, or record the ranks that have answered, at the times planned for these steps."""
+        """Call the roll, or record the ranks that have answered, if the planned time for the step has come."""
         now = clock.now()
         if self._calls and now >= self._calls[0]:
             self._calls.pop(0)

@@ -1,4 +1,4 @@
-"""The groups of a communicator. Some of its ranks form a group without the other ranks."""
+"""The groups of a communicator. Some ranks of the communicator form a group without its other ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from aiocomms.ops import Family
 from aiocomms.transport import Transport
 
 _FORMED: Final = "formed"
-"""The key under which a member tells that it has formed the group, before it arrives for the next one."""
+"""The key under which a member reports that it has formed the group, before it arrives to form the next group."""
 
 
 class Formed(NamedTuple):
@@ -38,8 +38,8 @@ class Groups:
     """The groups of one communicator's ranks.
 
     The members arrive at a part of the store that belongs to the list of members and the group's name, see
-    :class:`Arrival`. So the records of failed calls have no effect, even if the members have called a different number
-    of times.
+    :class:`Arrival`. So the records of failed calls have no effect, even if some members have called more often than
+    others.
     """
 
     def __init__(self, rendezvous: StoreRendezvous, plan: Selection, transports: Mapping[Family, Transport]) -> None:
@@ -47,20 +47,20 @@ class Groups:
         self._forming: dict[str, anyio.CancelScope] = {}
         self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._formed: dict[str, StoreRendezvous] = {}
-        """The last meeting of each list and name that has formed a group."""
+        """The last meeting that formed a group, for each list of members and name."""
 
     def end(self, _reason: object = None) -> None:
-        """Give up the groups that are forming, because the communicator is lost or closed."""
+        """Cancel the forming of all groups, because the communicator is lost or closed."""
         self._formed.clear()
         for scope in self._forming.values():
             scope.cancel()
 
     async def form(self, members: Sequence[int], name: str, seconds: float) -> Formed | None:
-        """Form a group. Collective over its members.
+        """Form a group. Collective over the group's members.
 
         :param members: ranks of the communicator; this rank is one of them.
-        :param seconds: the deadline of the forming, and afterwards the default timeout of the group's ops.
-        :returns: the parts of the group; None if :meth:`end` was called meanwhile.
+        :param seconds: the time for the forming in seconds, and afterwards the default timeout of the group's ops.
+        :returns: the parts of the group; None if :meth:`end` was called during the forming.
         """
         own = hashlib.blake2b(repr((name, members)).encode(), digest_size=16).hexdigest()
         rank, size = members.index(self._rendezvous.rank), len(members)
@@ -85,9 +85,10 @@ class Groups:
         return None
 
     async def _tell_formed(self, own: str) -> None:
-        """Tell the members that still form the last group of these members and name that this rank has formed it.
+        """Report that this rank has formed the last group with these members and this name.
 
-        A member that arrives again without this notice has given up.
+        Members that still form that group read the report. A member that arrives again without such a report has given
+        up.
         """
         if (last := self._formed.get(own)) is not None:
             with contextlib.suppress(StoreLostError):
@@ -122,7 +123,7 @@ class Groups:
 
 
 def _left(rendezvous: StoreRendezvous, arrival: Arrival | None) -> CommError | None:
-    """Return an error if a member has given up the meeting of an arrival, and has arrived again. Blocks."""
+    """Return an error if a member has given up this attempt to form the group, and has called again. Blocks."""
     again = [] if arrival is None else arrival.repeated()
     if all(rendezvous.told(_FORMED, rank) for rank in again):
         return None
@@ -130,7 +131,7 @@ def _left(rendezvous: StoreRendezvous, arrival: Arrival | None) -> CommError | N
 
 
 async def _is_over(rendezvous: StoreRendezvous, arrival: Arrival | None) -> bool:
-    """Return whether a member has given up the meeting of an arrival, and there is time for another meeting."""
+    """Return whether a member has given up this attempt and called again, and there is time for another attempt."""
     with anyio.move_on_after(max(0.0, rendezvous.left())), contextlib.suppress(StoreLostError):
         return await run_in_thread(partial(_left, rendezvous, arrival)) is not None
     return False

@@ -59,7 +59,8 @@ class Launch:
     :param host: the name or address of the store's host, where rank 0 runs; None only if ``size`` is 1.
     :param port: the TCP port of the store, 1 to 65535; None only if ``size`` is 1.
     :param agent_store: whether the launcher itself serves the store, so that rank 0 must not serve it.
-    :param elsewhere: whether the launcher named ``host``, so that ranks may be on other hosts.
+    :param elsewhere: whether the launcher, and not ``MASTER_ADDR``, has named ``host``. Then ranks may be on other
+        hosts.
     """
 
     launcher: str
@@ -78,8 +79,8 @@ def read_environment(environ: Mapping[str, str]) -> Launch | None:
     ``MASTER_PORT`` take precedence over the launcher's host and port. An empty variable counts as missing.
 
     :param environ: the environment, such as ``os.environ``.
-    :returns: the launch; None if no launcher started this process. Then this process is a world of one rank, and a log
-        record says this.
+    :returns: the rank of this process and the address of the store; None if no launcher started this process. A process
+        without a launcher is a world of one rank, and a log record says so.
     :raises ArgumentError: the environment is incomplete or contradicts itself. The message lists all faults, and the
         launcher's variables that are set.
     """
@@ -104,7 +105,10 @@ def read_environment(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _log_world_of_one(env: Mapping[str, str]) -> None:
-    """Log that this process is alone: as a warning if a variable suggests that it should be one of several ranks."""
+    """Log that this process is the only rank.
+
+    The record is a warning if a variable suggests that there are several ranks.
+    """
     hints = [name for name in ("MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX") if name in env]
     if "SLURM_JOB_ID" in env and env.get("SLURM_NTASKS", "1") != "1":
         hints += [name for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID") if name in env]
@@ -151,7 +155,7 @@ def _expand_numbers(inside: str) -> Iterator[str]:
 
 
 class _Reader:
-    """A reader of one launcher's variables. It collects complaints, so that one error lists all of them."""
+    """A reader of one launcher's variables. The reader collects complaints, so that one error lists all of them."""
 
     def __init__(self, launcher: str, env: Mapping[str, str]) -> None:
         self.launcher = launcher
@@ -159,7 +163,7 @@ class _Reader:
         self.complaints: list[str] = []
 
     def integer(self, name: str, low: int, high: int | None = None) -> int | None:
-        """Return the variable's value. If the value is missing or out of bounds, note a complaint and return None."""
+        """Return the variable's value. If the value is missing or out of bounds, add a complaint and return None."""
         text = self.env.get(name)
         if text is None:
             self.complaints.append(f"{name} is missing")
@@ -203,7 +207,10 @@ class _Reader:
         return ArgumentError(f"the environment of {self.launcher} is not complete: {complaints}{there}")
 
     def port(self, job: str | None, size: int | None) -> int | None:
-        """Return ``MASTER_PORT``. If it is missing, return a port that every rank computes from the job's id."""
+        """Return ``MASTER_PORT``.
+
+        If the variable is missing, return a port that every rank computes from the job's id.
+        """
         if "MASTER_PORT" in self.env:
             return self.integer("MASTER_PORT", 1, 65535)
         if job is not None:
@@ -214,7 +221,10 @@ class _Reader:
 
 
 def _is_host(text: str) -> bool:
-    """Return whether a text can name a host. The look-up of any other text would last until the deadline."""
+    """Return whether a text can name a host.
+
+    For any other text, the look-up of the address would last until the deadline.
+    """
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -252,10 +262,10 @@ def _read_mpich(env: Mapping[str, str]) -> Launch:
 
 
 def _starter(mark: str) -> str | None:
-    """Return the pid and start time of the process that started all ranks of this host; None if it is not found.
+    """Return the pid and start time of the process that started all ranks of this host; None if it cannot be found.
 
-    That process is the nearest ancestor without the variable that marks a rank. A shell, or a tool that binds a rank to
-    its cores, may stand between the two.
+    That process is the nearest ancestor of this process without the variable that marks a rank. Between that process
+    and a rank there may be a shell, or a tool that binds the rank to its cores.
     """
     pid = os.getppid()
     try:
@@ -279,10 +289,11 @@ def _read_pmix(env: Mapping[str, str]) -> Launch:
 
 
 def _first_host(reader: _Reader, size: int | None, local_name: str) -> str | None:
-    """Return ``MASTER_ADDR``, or else the loopback address if all ranks are on this host; None if neither is known.
+    """Return the host of rank 0: ``MASTER_ADDR``, or else the loopback address if all ranks are on this host.
 
-    For several hosts of a Slurm job, return the job's first host, where mpiexec places rank 0 by default. If rank 0
-    runs elsewhere, rank 0 raises an error, because the address is not that of its host.
+    For several hosts of a Slurm job, return the job's first host, where mpiexec places rank 0 by default. If no host is
+    known, return None. If rank 0 runs on another host, rank 0 raises an error, because the address is not that of its
+    host.
     """
     host = reader.env.get("MASTER_ADDR")
     if host is not None or size is None or local_name not in reader.env:
@@ -318,9 +329,9 @@ def _first_slurm_host(reader: _Reader, *names: str) -> str | None:
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
     """Return whether srun started this process as one task of a step.
 
-    The shells of sbatch and salloc have ``SLURM_JOB_ID`` too. A batch shell even has ``SLURM_PROCID=0`` and the
+    The shells of sbatch and salloc also have ``SLURM_JOB_ID``. A batch shell also has ``SLURM_PROCID=0`` and the
     requested ``SLURM_NTASKS``. If the batch shell counted as a task, it would wait for ranks that are never started.
-    But a batch shell is no step, and the shell of an interactive allocation is a special step.
+    But a batch shell does not belong to a step, and the shell of an interactive allocation is a special step.
     """
     return "SLURM_PROCID" in env and _slurm_step(env) is not None
 
@@ -346,7 +357,7 @@ def _slurm_size_name(env: Mapping[str, str]) -> str:
 def _is_pmi_of_slurm(env: Mapping[str, str]) -> bool:
     """Return whether srun and PMI agree on this process's rank and the number of ranks.
 
-    If both agree, srun started the ranks and speaks PMI to them (``--mpi=pmi2``). Otherwise srun started mpiexec's
+    If both agree, srun started the ranks and serves PMI to them (``--mpi=pmi2``). Otherwise srun started mpiexec's
     proxies, and ``SLURM_PROCID`` is the number of a proxy.
     """
     slurm = (env.get("SLURM_PROCID"), env.get(_slurm_size_name(env)))

@@ -1,8 +1,8 @@
 """The meeting of a communicator's surviving ranks: the store that all of them reach, and the time for recovery.
 
-The survivors meet at the store in which the communicator was formed. If that store is gone, and the transport has a
-side channel, the lowest surviving rank serves a new store, and tells the others the store's address. Each survivor also
-tells the next survivor, because the lowest rank may die.
+The survivors meet at the store in which the communicator was formed. If that store is gone, the lowest surviving rank
+serves a new store, and sends the store's address to the others. This needs a side channel of the transport. Each
+survivor also sends the address to the next survivor, because the lowest rank may die.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ from aiocomms.transport import SideChannel
 
 _T = TypeVar("_T")
 _Place = tuple[Store, Store | None]
-"""A pair: the root store of all communicators, and the same store again if it is new, else None."""
+"""A pair: the root store of all communicators, and the same store again if it is new.
+
+If the store is not new, the second is None.
+"""
 _OLD: Final = b"the old store"
 _LATE: Final = 0.05
-"""A delay in seconds. If a wait ends this long after its deadline, this process was stopped meanwhile."""
+"""A delay in seconds. If a wait ends this much later than its deadline, this process was stopped during the wait."""
 
 
 class Predecessor(NamedTuple):
-    """The communicator that a new one replaces."""
+    """The communicator that a new communicator replaces."""
 
     rendezvous: StoreRendezvous
     plan: Selection
@@ -53,7 +56,7 @@ class Meeting:
 
         :param ranks: the ranks that shall meet; None for all survivors.
         :param wanted: the size of the new communicator, if newcomers take the free ranks.
-        :param seconds: the time for the whole recovery.
+        :param seconds: the time for the whole recovery, in seconds.
         """
         self._before = before
         self._old = before.rendezvous
@@ -67,7 +70,7 @@ class Meeting:
         """True if the ranks meet at a new store."""
 
     def left(self) -> float:
-        """Return the seconds that are left."""
+        """Return the seconds that are left for the recovery."""
         return self._ends - clock.now()
 
     def dead(self, rank: int) -> bool:
@@ -77,7 +80,10 @@ class Meeting:
         return rank != self._old.rank and (named or (self.line is not None and self.line.gone(rank)))
 
     async def place(self) -> _Place:
-        """Return a pair: the root store that all survivors reach, and the same store again if it is new, else None."""
+        """Return a pair: the root store that all survivors reach, and the same store again if it is new.
+
+        If that store is not new, the second is None.
+        """
         for pause in pauses(self._old.size):
             place = await (self._known_place() if self.line is None else self._told_place(self.line))
             if place is not None:
@@ -96,7 +102,10 @@ class Meeting:
         return root, None
 
     async def _told_place(self, line: SideChannel) -> _Place | None:
-        """Return the place that the lowest living rank names. If that rank is late, the next rank names a place."""
+        """Return the meeting place that the lowest living rank names.
+
+        If that rank is late, the next rank names a place.
+        """
         rank = self._old.rank
         alive = [it for it in self._ranks or range(self._old.size) if not self.dead(it)]
         places = self._before.notes.places
@@ -118,7 +127,7 @@ class Meeting:
         return reached
 
     async def _lead(self, line: SideChannel) -> tuple[bytes, _Place]:
-        """Return a place for all survivors: the old store if it answers, else a new one that this rank serves."""
+        """Return a meeting place for all survivors: the old store if it answers, else a new store on this rank."""
         old, root = self._old, self._old.root
         if root is not None and await self._answers(PROBE if self._wanted is None else self.left()):
             return _OLD, (root, None)
@@ -129,7 +138,7 @@ class Meeting:
         return f"{host} {port}".encode(), (store, store)
 
     async def _follow(self, note: bytes) -> _Place | None:
-        """Return the place that another rank has found; None if this rank cannot reach it."""
+        """Return the meeting place that another rank has named; None if this rank cannot reach that place."""
         root = self._old.root
         if note == _OLD:
             return (root, None) if root is not None and await self._answers(self.left()) else None
@@ -150,7 +159,10 @@ class Meeting:
             raise StoreLostError("the rendezvous store is lost, so that no newcomer finds the others: leave out size")
 
     async def _answers(self, seconds: float) -> bool:
-        """Return whether the old communicator's store answers within ``seconds``. If it is gone, do not wait."""
+        """Return whether the old communicator's store answers within ``seconds``.
+
+        If the store is gone, return False at once.
+        """
         board = self._old
 
         def probe() -> bool:
@@ -169,11 +181,11 @@ class Meeting:
             # This process was stopped, and the store may have answered meanwhile.
 
     async def off_loop(self, what: str, call: Callable[[], _T], more: float = 0.0) -> _T:
-        """Make a call in a thread, within the time that is left.
+        """Run a function in a thread, within the time that is left for the recovery.
 
-        :param what: the name of the call, for the error.
-        :param more: additional seconds for the call.
-        :raises CommTimeoutError: the call took longer.
+        :param what: a name for the work of the function, for the error's message.
+        :param more: the seconds that the function may take beyond the time that is left.
+        :raises CommTimeoutError: the function took longer.
         """
         with anyio.move_on_after(max(0.0, self.left()) + more):
             result: _T = await run_in_thread(call)

@@ -1,4 +1,4 @@
-"""Newcomers: processes that claim ranks that a communicator has lost, and that the survivors invite."""
+"""Newcomers: processes that claim the lost ranks of a communicator, and that the survivors invite."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ _INVITATIONS = ControlCodec[Invitation](Invitation, "what the ranks have decided
 
 
 class Claims:
-    """The claims of newcomers, which ask for a rank in the next epoch. Each call blocks as long as the store does.
+    """The claims of newcomers.
 
-    Newcomers know only the communicator's name before any reconfiguration. So the ranks meet newcomers at the root
+    Each claim asks for a rank in the communicator's next epoch. Each call blocks until the store answers. Newcomers
+    know only the name that the communicator had before any reconfiguration. So the ranks meet newcomers at the root
     store.
     """
 
     def __init__(self, rendezvous: StoreRendezvous, root: Store) -> None:
-        """Begin, on a newcomer or on a survivor."""
+        """Create the claims, on a newcomer or on a survivor."""
         self._store = PrefixStore(f"aiocomms/{rendezvous.base}", root)
         self._seal = Seal(read_token(os.environ), rendezvous.base)
 
     @store_errors()
     def newest(self, rank: int) -> str:
-        """Return the last claim to a rank if it has no answer yet, else an empty text.
+        """Return the last claim to a rank if that claim has no answer yet, else an empty text.
 
         :raises StoreLostError: the store is gone.
         """
@@ -53,7 +54,7 @@ class Claims:
 
     @store_errors()
     def answered(self, rank: int) -> str:
-        """Return the last claim to a rank if it has an answer, else an empty text.
+        """Return the last claim to a rank if that claim has an answer, else an empty text.
 
         :raises StoreLostError: the store is gone.
         """
@@ -62,7 +63,7 @@ class Claims:
 
     @store_errors()
     def last(self, rank: int) -> str:
-        """Return the last claim to a rank, answered or not, or an empty text if there is none.
+        """Return the last claim to a rank, with or without an answer; an empty text if there is no claim.
 
         :raises StoreLostError: the store is gone.
         """
@@ -81,11 +82,11 @@ class Claims:
 
     @store_errors()
     def claim(self, rank: int, given_up: clock.ThreadEvent) -> Invitation | None:
-        """Claim a rank, and wait for the answer or until ``given_up`` is set.
+        """Claim a rank, and wait until a survivor answers or until ``given_up`` is set.
 
         :returns: the invitation; None if ``given_up`` was set first.
         :raises StoreLostError: the store is gone.
-        :raises CommAbortedError: another process has claimed the same rank after this one.
+        :raises CommAbortedError: another process has claimed the same rank after this process.
         :raises AuthError: the process that answers does not belong to the job.
         """
         mine = secrets.token_hex(8)
@@ -111,7 +112,9 @@ class Claims:
 async def join(
     newcomer: StoreRendezvous, root: Store, form: Callable[[StoreRendezvous], Awaitable[Transports]]
 ) -> tuple[StoreRendezvous, Transports]:
-    """Form the next epoch with the ranks of an earlier one. Retry a failed attempt as long as there is time.
+    """Form the next epoch of a communicator with the ranks of an earlier epoch.
+
+    Retry a failed attempt as long as there is time.
 
     :param newcomer: the rendezvous with this process's rank, the size, and the time to wait.
     :param form: a function that opens the transports of an epoch.
@@ -135,7 +138,7 @@ async def join(
 async def _invited(newcomer: StoreRendezvous, root: Store, failed: str) -> StoreRendezvous:
     """Wait until the ranks of an earlier epoch invite this process, and return the rendezvous of the next epoch.
 
-    :param failed: the end of the error if no rank invites this process.
+    :param failed: the end of the error's message if no rank invites this process.
     """
     rank, size, given_up = newcomer.rank, newcomer.size, clock.event()
     claims = Claims(newcomer, root)

@@ -1,6 +1,6 @@
-"""The notes that the ranks of one communicator send each other beside their ops, by :meth:`Transport.say`.
+"""The notes that the ranks of one communicator send each other in addition to their ops, with :meth:`Transport.say`.
 
-Recovery, diagnosis and endpoints use notes. A received note is one of the records in this module, or it is ignored.
+Recovery, diagnosis and endpoints use notes. A received note is ignored if it is none of the records in this module.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ LARGEST: Final = 2048
 
 
 class Question(msgspec.Struct, tag=0, array_like=True):
-    """A question about the state of a rank. ``number`` identifies it among the sender's questions."""
+    """A question about the state of a rank. ``number`` identifies the question among the sender's questions."""
 
     number: int
 
 
 class Waiting(msgspec.Struct, array_like=True):
-    """A wait of the sender for another rank."""
+    """An op of the sender that waits for another rank."""
 
     rank: int
     age: float
@@ -35,7 +35,7 @@ class Waiting(msgspec.Struct, array_like=True):
 
 
 class Late(Waiting, array_like=True):
-    """The sender's last receive whose deadline has passed."""
+    """The sender's last receive that has missed its deadline."""
 
     what: str
     ago: float
@@ -81,21 +81,27 @@ class Notes:
         """
         self.transports = transports
         self.places: dict[int, bytes] = {}
-        """The places at which the survivors meet, by the rank that has named each place."""
+        """The places at which the survivors meet: for each rank, the place that this rank has named."""
         self.tried: set[str] = set()
-        """The keys of decisions on a successor whose forming has ended on this rank."""
+        """The keys of decisions on a new communicator that this rank has finished forming, with or without success."""
         self.on_word: Callable[[int, Question | Answer], object] = lambda rank, word: None
-        """The function that gets each question or answer of another rank. It must not block."""
+        """The function that is called with each question or answer of another rank. The function must not block."""
         self.on_passed: Callable[[int, bytes], object] = lambda rank, what: None
-        """The function that gets each rank's passed bytes. It must not block."""
+        """The function that is called with the bytes of each :class:`Passed` record of another rank.
+
+        The function must not block.
+        """
         self.leaving: set[int] = set()
         """The ranks that have closed the communicator."""
         self.on_leaving: Callable[[], object] = lambda: None
-        """The function that is called when another rank leaves. It must not block."""
+        """The function that is called when another rank leaves. The function must not block."""
         self._size = size
 
     def say(self, rank: int, note: Note) -> bool:
-        """Send a note to a rank through the first transport that carries notes. Return False if none does."""
+        """Send a note to a rank through the first transport that carries notes.
+
+        Return False if no transport carries notes.
+        """
         data = NOTES.encode(note)
         return any(guarded(False, transport.say, rank, data) for transport in self.transports)
 

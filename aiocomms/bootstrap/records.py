@@ -1,8 +1,8 @@
 """Signed records in a store, by which ranks exchange values. Each call blocks.
 
-A record either has its own key, which only its rank writes with :func:`write`. Or the record is part of a list: one
-value to which every rank appends, so that one call reads all records. ``Store.append`` is atomic on every store of
-torch except ``EtcdStore``, which has no ``append``.
+A record has its own key, which only its rank writes with :func:`write`, or it is part of a list. A list is one value to
+which every rank appends, so that one call reads all records. ``Store.append`` is atomic on every store of torch except
+``EtcdStore``, which has no ``append``.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from aiocomms.errors import ProtocolError
 from aiocomms.lowlevel.auth import Seal
 
 _FRAME: Final = struct.Struct("!II")
-"""The head that precedes a record in a list: its rank, and its length in bytes."""
+"""The header that precedes a record in a list: the record's rank, and its length in bytes."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 _FEW: Final = 32
-"""Up to this number of ranks, a waiting rank looks often: a pause is about a fourth of the time waited so far."""
+"""The largest number of ranks for which a waiting rank reads the store often.
+
+A pause is then about a fourth of the time that the rank has waited.
+"""
 _LOOKS: Final = 8000
 """The number of times per second that all waiting ranks of a communicator together read from their store."""
 
 
 def write(store: Store, seal: Seal, what: str, rank: int, where: str, value: bytes) -> None:
-    """Write a value of a rank under the key ``where``, in place of an earlier value.
+    """Write a value of a rank under the key ``where``, and replace an earlier value.
 
-    :param what: the purpose of the value. The signature covers the purpose, so the reader must pass the same one.
+    :param what: the purpose of the value. The signature covers the purpose, so the reader must pass the same purpose.
     """
     store.set(where, seal.sign(what, rank, value))  # type: ignore[arg-type]  # torch takes bytes, too.
 
@@ -55,7 +58,7 @@ def append(store: Store, seal: Seal, what: str, rank: int, where: str, value: by
 
 
 def framed(rank: int, record: bytes) -> bytes:
-    """Return a record together with the head that precedes it in a list."""
+    """Return a record together with the header that precedes it in a list."""
     return _FRAME.pack(rank, len(record)) + record
 
 
@@ -105,9 +108,11 @@ def number(data: bytes, where: str) -> int:
 
 
 def pauses(size: int) -> Iterator[float]:
-    """Yield the seconds between two looks of a waiting rank: short at first, then longer to spare the store.
+    """Yield the seconds that a waiting rank pauses between two reads of the store.
 
-    :param size: the number of ranks that look at the store at the same time.
+    The pauses are short at first, and then longer to spare the store.
+
+    :param size: the number of ranks that read the store at the same time.
     """
     longest = max(_LONGEST_PAUSE, size / _LOOKS)
     pause = min(longest, _FIRST_PAUSE * max(1, size / _FEW))
@@ -118,5 +123,5 @@ def pauses(size: int) -> Iterator[float]:
 
 
 def last_look(size: int, timeout: float) -> float:
-    """Return how long before its deadline, in seconds, a rank begins to find out which ranks its error must name."""
+    """Return how many seconds before its deadline a rank begins to find out which ranks its error must name."""
     return min(timeout / 2, 0.5 + size / 1000)

@@ -1,12 +1,12 @@
-"""The recovery of a communicator, lost or not: its surviving ranks agree on the members of a new one, and form it.
+"""The recovery of a communicator: its surviving ranks agree on the members of a new communicator, and form it.
 
-The ranks meet in a store, see :mod:`aiocomms.bootstrap.meeting`. Each rank reports its arrival there, and the lowest
-rank proposes the members. The first proposal is the decision, because the store does not accept a second one. A rank
-that the decision does not name is excluded.
+The old communicator may be lost or not. The ranks meet in a store, see :mod:`aiocomms.bootstrap.meeting`. Each rank
+reports its arrival there, and the lowest rank proposes the members. The first proposal is the decision, because the
+store does not accept a second one. A rank that the decision does not name is excluded.
 
-A decision is carried out once all its ranks have formed the new communicator, see :mod:`aiocomms.bootstrap.forming`. A
-decision is *spent*, and has no effect, if one of its ranks fails or is gone. Then all ranks, including late ones, meet
-at the next board.
+A decision is carried out when all of its ranks have formed the new communicator, see :mod:`aiocomms.bootstrap.forming`.
+A decision is *spent*, and has no effect, if one of its ranks fails or is gone. Then all ranks, including late ones,
+meet at another part of the store.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
     from aiocomms.communicator.communicator import Communicator
 
 _TURN: Final = 0.5
-"""The seconds after which the next higher rank proposes, if no rank below it has proposed."""
+"""The seconds after which the next higher rank proposes the members, if no lower rank has proposed them."""
 _AGAIN: Final = 0.25
-"""The seconds after which a waiting rank reports again that it is present, because others may take it for dead."""
+"""The seconds after which a waiting rank reports again that it is present, because other ranks may believe it dead."""
 _MOST_FREE: Final = 16
 """The number of free ranks after which a rank does not look for more, because a wrong ``size`` may be very large."""
 _GONE: Final = b"0"
@@ -62,11 +62,11 @@ class Decision(msgspec.Struct, array_like=True):
     """The decision on the members of the new communicator."""
 
     key: str
-    """The key that tells this decision from all others."""
+    """The key that distinguishes this decision from all others."""
     old: dict[int, int]
-    """The old rank of each survivor, by the survivor's new rank."""
+    """A mapping from the new rank of each survivor to its old rank."""
     joins: dict[int, str]
-    """The claim of each newcomer, by the newcomer's new rank."""
+    """A mapping from the new rank of each newcomer to its claim."""
 
     @property
     def size(self) -> int:
@@ -75,7 +75,10 @@ class Decision(msgspec.Struct, array_like=True):
 
     @property
     def members(self) -> list[int]:
-        """The old rank of each new rank. A newcomer has the rank whose place it takes."""
+        """The ranks in the old communicator, in the order of the new ranks.
+
+        For a newcomer this is the rank whose place the newcomer takes.
+        """
         return [self.old.get(rank, rank) for rank in range(self.size)]
 
 
@@ -89,7 +92,7 @@ Formed = tuple[StoreRendezvous, Selection, Transports]
 async def form_again(
     before: Predecessor, ranks: Sequence[int] | None, size: int | None, timeout: float | timedelta
 ) -> Formed:
-    """Form the communicator that replaces another one; see :meth:`aiocomms.Communicator.reconfigure`."""
+    """Form a communicator that replaces another communicator; see :meth:`aiocomms.Communicator.reconfigure`."""
     old = before.rendezvous
     try:
         seconds = arguments.seconds("timeout", timeout)
@@ -102,7 +105,7 @@ async def form_again(
 
 
 async def replace(old: Communicator, new: Communicator) -> Communicator:
-    """Close the old communicator, which the new one replaces, and return the new one."""
+    """Close the old communicator, and return the new communicator that replaces it."""
     try:
         await old.aclose()
     except BaseException as error:
@@ -132,13 +135,19 @@ class Recovery:
         """The lowest free ranks that no newcomer had claimed when this rank last looked."""
         line = self._meeting.line if before.reason is None else None
         self._closed = {rank for rank in range(self._old.size) if line is not None and line.gone(rank)}
-        """The ranks that closed the communicator before. After the death of a rank, the communicator would be lost."""
+        """The ranks that closed the communicator before the recovery.
+
+        These ranks have not died, because the death of a rank makes the communicator lost.
+        """
         self._cut = False  # True if this rank may be cut off from ranks on other hosts.
         self._failed = ""
-        """The end of an error, which gives the reason why the last attempt failed; empty if none has failed."""
+        """The end of an error's message: the reason why the last attempt failed; empty if no attempt has failed."""
         self._claims: Claims | None = None
         self._claimed: dict[int, str] = {}
-        """The claim by which each rank joined; empty if the rank joined without one, or a newcomer claims it now."""
+        """The claim by which each rank joined.
+
+        A claim is empty if the rank joined without one, or if a newcomer claims the rank now.
+        """
 
     async def run(self) -> Formed:
         """Agree on the new communicator and form it. If a rank or the store is lost, retry while there is time."""
@@ -167,9 +176,9 @@ class Recovery:
         raise AssertionError
 
     async def _carry_out(self, decision: Decision, root: Store) -> Formed | None:
-        """Form the new communicator; return None if the attempt has failed and there is time for another one.
+        """Form the new communicator; return None if the attempt has failed and there is time for another attempt.
 
-        :raises CommError: an error whose ranks are those of the new communicator.
+        :raises CommError: an error that names ranks of the new communicator.
         """
         # An attempt gets half of the time that is left, so that another attempt is possible.
         rendezvous = self._successor(decision, root, max(1.0, self._meeting.left() / 2))
@@ -213,11 +222,12 @@ class Recovery:
         return rendezvous, msgspec.structs.replace(plan, options=options), transports
 
     def _missing(self, decision: Decision, before: Iterable[int]) -> CommError | None:
-        """Return an error if one of a decision's ranks is gone, so that the decision must fail. Runs in a thread.
+        """Return an error if one of a decision's ranks is gone, because the decision must then fail. Runs in a thread.
 
-        The error names the new rank, like each error of an attempt.
+        The error names the new rank, like each error of an attempt to form a communicator.
 
-        :param before: the ranks that this rank took for dead when they reported that they are present.
+        :param before: the ranks of the decision that this rank already believed to be dead when the forming began.
+            These ranks have reported that they are present.
         """
         gone = [new for new, rank in decision.old.items() if rank not in before and self._dead(rank)]
         gone += [rank for rank, claim in decision.joins.items() if self._claims and self._claims.last(rank) != claim]
@@ -226,15 +236,19 @@ class Recovery:
     def _will_not_come(self, rank: int, *, lesser: bool) -> bool:
         """Return whether an absent rank is dead for certain.
 
-        :param lesser: whether fewer than half of the ranks are present. If the other ranks are only cut off and lose
-            the store, they continue with a new store. So the smaller part waits for them at the old store.
+        :param lesser: whether fewer than half of the ranks are present. The absent ranks may be alive, but cut off from
+            the store. Then they continue with a new store. So the smaller part of the ranks waits for the absent ranks
+            at the old store.
         """
         line = self._meeting.line
         far = lesser and line is not None and line.far(rank)
         return self._dead(rank) and (not far or (self._claims is not None and bool(self._claims.newest(rank))))
 
     def _dead(self, rank: int) -> bool:
-        """Return whether a rank is known to be gone, by a connection or because another process claims the rank."""
+        """Return whether this rank knows that a rank is gone.
+
+        It knows this by a connection, or because another process claims the rank.
+        """
         if self._meeting.line is not None or self._claims is None or rank == self._old.rank:
             return self._meeting.dead(rank)
         return self._claims.last(rank) != self._claimed.get(rank) or self._meeting.dead(rank)
@@ -242,7 +256,7 @@ class Recovery:
     # ------------------------------------------------------------------------------------- the agreement on the members
 
     async def _agree(self, board: Board, root: Store) -> Decision | None:
-        """Return the decision of the ranks; None if it is spent."""
+        """Return the decision of the ranks; None if the decision has failed."""
         stop, came = clock.event(), {self._old.rank}
         try:
             return await self._meeting.off_loop("", functools.partial(self._vote, board, root, came, stop), more=PROBE)
@@ -257,7 +271,7 @@ class Recovery:
             stop.set()
 
     def _why_free(self) -> str:
-        """Return in words why ranks are free; empty if this rank does not know."""
+        """Return a text with the reason why ranks are free; empty if this rank does not know the reason."""
         reason = self._before.reason
         if reason is not None:
             return f" ({reason.message})" if reason.peer in self._free else ""
@@ -265,7 +279,10 @@ class Recovery:
         return f" ({numbered(closed)} had closed the communicator)" if closed else ""
 
     def _vote(self, board: Board, root: Store, came: set[int], stop: clock.ThreadEvent) -> Decision | None:
-        """Report that this rank is present, and wait for the decision or make it. Runs in a thread."""
+        """Report that this rank is present, and wait for the decision.
+
+        This rank may make the decision itself. Runs in a thread.
+        """
         rank, began, complete, pause = self._old.rank, clock.now(), None, pauses(self._old.size)
         present = Presence(board, self._old.size, self._dead)
         if self._claims is not None and not self._claimed:
@@ -297,10 +314,12 @@ class Recovery:
         raise CommTimeoutError("the attempt took too long, or no rank waits for it any more")
 
     def _spent(self, board: Board, decision: Decision) -> bool:
-        """Return whether a decision has failed on another rank, or on this rank, which then reports it.
+        """Return whether a decision has failed on this rank or on another rank.
+
+        If it failed on this rank, report that to the other ranks.
 
         :param board: the new communicator's board.
-        :raises CommAbortedError: the decision failed on this rank, but the others have carried it out.
+        :raises CommAbortedError: the decision failed on this rank, but the other ranks have carried it out.
         """
         if decision.key not in self._before.notes.tried:
             failure = given_up(board)
@@ -312,7 +331,7 @@ class Recovery:
         return True
 
     def _proposal(self, came: set[int], waited: float) -> Decision | None:
-        """Return the proposal of this rank; None if it is too early for one."""
+        """Return the proposal of this rank; None if it is too early for a proposal."""
         if self._ranks is None:
             absent = [r for r in range(self._old.size) if r not in came]
             late = [r for r in absent if not self._will_not_come(r, lesser=len(absent) > len(came))]
@@ -337,11 +356,12 @@ class Recovery:
         return None if free else Decision(secrets.token_hex(16), {r: r for r in old}, joins)
 
     def _check_quorum(self, old: Sequence[int]) -> None:
-        """Check that these ranks are a majority if they meet at a new store, as a network may be divided.
+        """Check that these ranks are a majority if they meet at a new store, because the network may be divided.
 
         The old store allows one decision only, so the check is not needed there.
 
-        :raises StoreLostError: these ranks are at most half of all, and others are on other hosts.
+        :raises StoreLostError: these ranks are at most half of all ranks, and some of the other ranks are on other
+            hosts.
         """
         line, size = self._meeting.line, self._old.size
         if self._meeting.moved and line is not None and 2 * len(old) <= size:
@@ -354,11 +374,13 @@ class Recovery:
                 )
 
     def _accept(self, decision: Decision, board: Board) -> None:
-        """Check that a decision agrees with this rank's arguments. If it does not, tell the ranks that form it.
+        """Check that a decision agrees with this rank's arguments.
+
+        If it does not agree, report this to the ranks that form the new communicator.
 
         :param board: the new communicator's board.
         :raises CommAbortedError: the decision excludes this rank.
-        :raises MismatchError: the decision has other ranks or another size.
+        :raises MismatchError: the decision has other ranks or another size than the arguments.
         """
         old = sorted(decision.old.values())
         if self._old.rank not in old:
@@ -374,22 +396,22 @@ class Recovery:
 
 
 class Presence:
-    """The ranks that wait at a board, as far as this rank knows.
+    """The ranks that wait for a decision, as far as this rank knows.
 
-    A rank that this rank takes for dead may just have been silent, or may have died after its arrival. Such a rank
+    A rank that this rank believes to be dead may only have been silent, or may have died after its arrival. Such a rank
     counts as present only after it has reported its presence again.
 
-    :param dead: a function that returns whether this rank takes a rank for dead.
+    :param dead: a function that gets a rank, and returns whether this rank believes that rank to be dead.
     """
 
     def __init__(self, board: Board, size: int, dead: Callable[[int], bool]) -> None:
         self._board, self._size, self._dead = board, size, dead
         self._said: dict[int, bytes] = {}
-        """The report that each rank had left when this rank first took it for dead."""
+        """The report that each rank had left when this rank first believed that rank to be dead."""
         self._times, self._last = 0, -math.inf
 
     def look(self, came: set[int]) -> None:
-        """Report that this rank is present, even after an earlier withdrawal, and add present ranks to ``came``."""
+        """Report that this rank is present, even if it withdrew earlier, and add the present ranks to ``came``."""
         rank, now = self._board.rank, clock.now()
         if now - self._last >= _AGAIN or self._board.told("came", rank) == _GONE:
             self._times, self._last = self._times + 1, now
@@ -397,7 +419,7 @@ class Presence:
         came |= {it for it in range(self._size) if it not in came and self._waits(it)}
 
     def all_wait(self, came: set[int]) -> bool:
-        """Remove from ``came`` the ranks that no longer wait, and return whether there was no such rank."""
+        """Return whether all ranks in ``came`` still wait, and remove the ranks that do not wait."""
         gone = {rank for rank in came if not self._waits(rank)}
         came -= gone
         return not gone
@@ -418,10 +440,10 @@ def _excluded() -> CommAbortedError:
 
 
 def _check(before: Predecessor, ranks: Sequence[int] | None, size: int | None) -> None:
-    """Check the arguments of a recovery, and that this rank is not taken for dead.
+    """Check the arguments of a recovery, and check that the other ranks do not believe this rank to be dead.
 
     :raises ArgumentError: an argument is wrong.
-    :raises CommAbortedError: the other ranks take this rank for dead.
+    :raises CommAbortedError: the other ranks believe this rank to be dead.
     """
     reason, rank = before.reason, before.rendezvous.rank
     if ranks is not None and not ranks:

@@ -1,4 +1,4 @@
-"""The registry of installed transports, which finds them by entry point, chooses them and opens them."""
+"""The registry of installed transports. The registry finds transports by entry point, chooses them and opens them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Selection(msgspec.Struct, frozen=True):
     options: Mapping[str, Any]
 
     def advised(self, hints: Mapping[str, Any]) -> Selection:
-        """Return the selection with more hints, which take precedence over the existing ones.
+        """Return the selection with more hints, which take precedence over the existing hints.
 
         :raises ArgumentError: a hint is wrong.
         """
@@ -57,7 +57,10 @@ def entries() -> dict[str, EntryPoint]:
 
 @functools.cache
 def _entries(path: tuple[str, ...]) -> dict[str, EntryPoint]:
-    """Read the metadata of every installed distribution, once for each path, because this blocks for milliseconds."""
+    """Read the metadata of every installed distribution.
+
+    The result is cached for each path, because the reading blocks for milliseconds.
+    """
     return {entry.name: entry for entry in entry_points(group=GROUP)}
 
 
@@ -81,7 +84,10 @@ def find(name: str, device: torch.device) -> type[Transport] | str:
 
 
 def _ask(otherwise: T, method: Callable[..., T], *args: Any) -> T:
-    """Call a method of a transport's class; return ``otherwise`` if it raises, so that other transports stay usable."""
+    """Call a method of a transport's class.
+
+    If the method raises, return ``otherwise``, so that other transports stay usable.
+    """
     try:
         return method(*args)
     except Exception as error:
@@ -90,7 +96,10 @@ def _ask(otherwise: T, method: Callable[..., T], *args: Any) -> T:
 
 
 def available(device: torch.device) -> dict[str, str | None]:
-    """Return all installed transports with the reason why each is unavailable for ``device``; None if available."""
+    """Return a mapping of all installed transports.
+
+    The value is the reason why a transport is unavailable for ``device``, or None if it is available.
+    """
     found = {name: find(name, device) for name in sorted(entries())}
     return {name: result if isinstance(result, str) else None for name, result in found.items()}
 
@@ -106,13 +115,13 @@ def choose(
 ) -> Selection:
     """Choose the transports of a communicator.
 
-    :param transport: the name of a transport, for all families that it carries; ``"auto"``; or a mapping of families
-        to names.
+    :param transport: the name of a transport, for all families of ops that it carries; or ``"auto"``; or a mapping of
+        families to names.
     :param device: the device of the communicator's tensors.
     :param size: the number of ranks.
     :param options: the user's hints.
     :raises ArgumentTypeError: ``transport`` is neither a name nor a mapping.
-    :raises ArgumentError: a name or family is unknown; the message lists the known ones.
+    :raises ArgumentError: a name or family is unknown; the message lists the known names.
     :raises UnsupportedOperation: a transport is not available; the message gives the reason for each transport.
     """
     if clock.simulation is not None and isinstance(transport, str | Mapping):
@@ -127,7 +136,7 @@ def choose(
 
 
 def _simulated(device: torch.device) -> str:
-    """Return the name of the transport of simulations.
+    """Return the name of the transport that runs in simulations.
 
     :raises UnsupportedOperation: no installed transport runs in simulations.
     """
@@ -173,9 +182,12 @@ def in_process() -> str:
 async def open_transports(
     plan: Selection, open_one: Callable[[type[Transport], ops.Family], Awaitable[Transport]]
 ) -> dict[ops.Family, Transport]:
-    """Open each transport of a plan once. If one fails, close the transports that are already open.
+    """Open each transport of a plan once.
 
-    :param open_one: a function that opens a transport, given its class and the first family that it carries.
+    If one transport cannot be opened, close the transports that are already open.
+
+    :param open_one: a function that opens a transport. It gets the transport's class and the first family of ops that
+        the transport carries.
     :returns: the transports by family.
     :raises CommError: a transport cannot be opened, for example because the system has no more file descriptors.
     """
@@ -200,7 +212,10 @@ async def _open(name: str, opening: Awaitable[Transport]) -> Transport:
 
 
 async def close_transports(transports: Iterable[Transport]) -> None:
-    """Close all transports, even if one close raises or is cancelled: no anyio shield stops asyncio's cancel()."""
+    """Close all transports, even if the closing of one transport raises or is cancelled.
+
+    A shield of anyio does not stop ``cancel()`` of asyncio.
+    """
     async with AsyncExitStack() as closing:
         for transport in transports:
             closing.push_async_callback(_close, transport)
@@ -238,7 +253,7 @@ def _all_of(name: str, device: torch.device) -> dict[ops.Family, tuple[str, type
 
 
 def _carries(cls: type[Transport], family: ops.Family) -> bool:
-    """Return whether a transport carries a family of ops, natively or by its sends and receives."""
+    """Return whether a transport's class carries a family of ops, natively or with its sends and receives."""
     own = cls.capabilities.ops
     return bool(own & FAMILIES[family]) or (family == "collectives" and ops.Send in own)
 

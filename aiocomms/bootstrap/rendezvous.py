@@ -1,4 +1,4 @@
-"""The rendezvous: the ranks of a communicator find each other through a store, unless there is only one rank."""
+"""The rendezvous: the ranks of a communicator find each other through a store. A single rank does not need a store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from aiocomms.lowlevel.stores import store_errors
 from aiocomms.lowlevel.threads import run_in_thread
 
 PROBE: Final = 0.5
-"""The seconds for which a caller that does not need the store waits for the store's answer."""
+"""The seconds for which a caller waits for the store's answer, if the caller does not need the store."""
 
 
 class StoreRendezvous(Board):
@@ -40,26 +40,36 @@ class StoreRendezvous(Board):
     def __init__(
         self, store: Store | None, rank: int, size: int, *, name: str, device: torch.device, timeout: float, seal: Seal
     ) -> None:
-        """Create the rendezvous, and begin to count its time.
+        """Create the rendezvous, and start its timeout.
 
-        :param timeout: the seconds for the forming; infinity stands for :data:`FORMING`.
+        :param timeout: the seconds within which the ranks must form the communicator; infinity stands for
+            :data:`FORMING`.
         """
         super().__init__(store, rank, seal)
         self.root: Store | None = None
-        """The store that the ranks' communicators share. :attr:`store` is the part of this communicator alone."""
+        """The store that all communicators of these ranks share.
+
+        :attr:`store` is the part that belongs to this communicator alone.
+        """
         self.base = name
-        """The name before the first reconfiguration."""
+        """The communicator's name before its first reconfiguration."""
         self.label = name
-        """The name in metrics: :attr:`base`, without the epoch of a parent."""
+        """The communicator's name in metrics.
+
+        This name does not contain the epochs of the communicator and its parents.
+        """
         self.epoch = 1
-        """The epoch: 1 at first, and one more with each reconfiguration."""
+        """The epoch of the communicator: 1 at first, and one more after each reconfiguration."""
         self.size = size
         self.name = name
         self.device = device
         self.hosts: Sequence[str] = ()
         self.home: dict[Any, Any] | None = None
         self.timeout: float = FORMING if timeout == math.inf else timeout
-        """The seconds for the forming, and later the default timeout of ops in seconds."""
+        """The seconds within which the ranks must form the communicator.
+
+        Later, the default timeout of ops in seconds.
+        """
         self._ends = clock.now() + self.timeout
         # This attribute holds the store at the bottom, because a PrefixStore holds no reference to a store in Python.
         self._kept: Store | None = None
@@ -86,9 +96,10 @@ class StoreRendezvous(Board):
         return child
 
     def successor(self, root: Store, key: str, epoch: int, rank: int, size: int, timeout: float) -> StoreRendezvous:
-        """Return the rendezvous of the next epoch.
+        """Return the rendezvous of the communicator's next epoch.
 
-        :param key: a text that distinguishes the new rendezvous from all others. All its ranks pass the same text.
+        :param key: a text that distinguishes the new rendezvous from all others. All ranks of the next epoch pass the
+            same text.
         """
         new = StoreRendezvous(
             PrefixStore(f"aiocomms/{self.base}/{key}", root), rank, size, name=f"{self.base}@{epoch}",
@@ -103,7 +114,9 @@ class StoreRendezvous(Board):
         await self.meet()
 
     async def meet(self, turn: threading.Lock | None = None) -> Arrival | None:
-        """Meet the ranks that are at this part of the store now. Then use a part of it that no other meeting uses.
+        """Meet the ranks that are at this part of the store now.
+
+        Then use a new part of the store, which no other meeting uses.
 
         :param turn: see :class:`Arrival`.
         :returns: the arrival of this rank; None if there is no other rank to wait for.
@@ -118,7 +131,7 @@ class StoreRendezvous(Board):
         return arrival
 
     async def leave(self) -> None:
-        """Release the store, because no ranks meet here again. Another communicator may still hold the store."""
+        """Release the store, because no ranks meet here again. Another communicator may still use the store."""
         root = self.root
         if isinstance(root, JobStore) and root.serves:  # The last release waits for the server's thread.
             del root
@@ -153,7 +166,7 @@ class StoreRendezvous(Board):
     async def _meeting(
         self, what: str, call: Callable[[], Any], got: Collection[int], given_up: clock.ThreadEvent
     ) -> Any:
-        """Wait for the other ranks in a thread, which adds ranks that have arrived to ``got``."""
+        """Wait for the other ranks in a thread. The thread adds the ranks that have arrived to ``got``."""
         try:
             return await self.run(f"meeting the other ranks ({what})", call)
         except CommTimeoutError as error:
@@ -165,7 +178,7 @@ class StoreRendezvous(Board):
 
     @store_errors()
     def _meet(self, store: Store, key: str, got: dict[int, bytes], given_up: clock.ThreadEvent) -> None:
-        """Take the steps of an exchange.
+        """Run the steps of an exchange.
 
         This method never waits in the store, because a connection carries one call at a time. Such a wait would block
         other communicators that form over the same connection, even after this exchange has been given up.
@@ -175,15 +188,15 @@ class StoreRendezvous(Board):
                 return
 
     def steps(self, store: Store, key: str, got: dict[int, bytes]) -> Iterator[float]:
-        """Append this rank's value to a list, count it, and read the list when all values are counted.
+        """Append this rank's value to a list, increment a counter, and read the list when all values are counted.
 
-        A process outside the job may raise the counter if it can write to the store. So only the list tells which ranks
+        A process outside the job may raise the counter if it can write to the store. So only the list shows which ranks
         are present. Before the count is complete, only a rank whose time is nearly over reads the list. If all ranks
-        read the list, the number of transferred bytes would grow with the square of the number of ranks.
+        read the list earlier, the number of transferred bytes would grow with the square of the number of ranks.
 
-        :param got: the dictionary that gets the values by rank.
+        :param got: the dictionary to which the values of the ranks are added.
         :returns: the seconds to wait before each further step.
-        :raises ProtocolError: a record makes no sense, or is not signed (AuthError).
+        :raises ProtocolError: a record makes no sense. If a record is not signed, the error is an AuthError.
         :raises RuntimeError: a call of torch's store has failed.
         """
         append(store, self._seal, key, self.rank, key, got[self.rank])

@@ -85,12 +85,13 @@ def connect_store(
     :param port: the TCP port of the store, 1 to 65535.
     :param rank: this rank, ``0 <= rank < size``.
     :param size: the number of ranks.
-    :param agent_store: whether the launcher serves the store, so that rank 0 connects as the others do.
+    :param agent_store: whether the launcher serves the store, so that rank 0 connects like the other ranks.
     :param elsewhere: whether ranks are on other hosts, which do not reach a loopback address.
-    :param timeout: the deadline for the connection, in seconds, and then the store's default timeout.
+    :param timeout: the time limit for the connection in seconds, and afterwards the store's default timeout.
     :returns: a store object that only the caller uses.
-    :raises ArgumentError: the host does not resolve, is a wildcard or loopback address, or is another machine. The same
-        error is raised if the port is in use, or if other hosts could reach the store and the job has no token.
+    :raises ArgumentError: the host does not resolve, is a wildcard address, is another machine, or is a loopback
+        address although ranks are on other hosts. The same error is raised if the port is in use, or if other hosts
+        could reach the store and the job has no token.
     :raises StoreLostError: no server answered at the address in time.
     :raises AuthError: the server at the address has another token.
     :raises ProtocolError: the server is a store of another version, or no store of a job at all.
@@ -124,7 +125,9 @@ def _serve(target: _Target, *, elsewhere: bool) -> JobStore:
 
 
 def _served_here(target: _Target, addresses: list[_Address]) -> StoreServer | None:
-    """Return this process's server at the target's address, and count one more user of it; None if there is none.
+    """Return this process's server at the target's address; None if there is no server.
+
+    If there is one, add one to the number of its users.
 
     :raises ArgumentError: this process serves the same port on another address.
     """
@@ -157,7 +160,10 @@ def _join(target: _Target, *, agent_store: bool) -> Store:
 
 
 def _agents_store(target: _Target, literal: str) -> TCPStore:
-    """Open a TCPStore at an address that has answered, because torch prints a stack trace for each failed attempt."""
+    """Open a TCPStore at an address that has answered.
+
+    Without this answer, torch prints a stack trace for each failed attempt.
+    """
     patience = timedelta(seconds=max(0.1, target.remaining()))
     with store_errors(f"{target} could not be opened", rank=target.rank):
         store = TCPStore(literal, target.port, target.size, False, patience, wait_for_workers=False)
@@ -166,10 +172,10 @@ def _agents_store(target: _Target, literal: str) -> TCPStore:
 
 
 def _knock(addresses: list[_Address], target: _Target, *, agent_store: bool) -> Store | str:
-    """Return the store at the first address that serves one, or the reason why the last address serves none.
+    """Return the store at the first address that has one, or the reason why there is no store at the last address.
 
-    The reason is a text, because an error would keep the frames of its traceback alive, and with them the store, until
-    a garbage collection.
+    The reason is a text, because an error would keep the frames of its traceback alive. These frames would keep the
+    store alive until a garbage collection.
     """
     failure = "connection refused"
     for address in addresses:
@@ -204,8 +210,8 @@ def _entered(connection: socket.socket, address: _Address, target: _Target, pati
 def _listen(target: _Target, addresses: list[_Address]) -> socket.socket:
     """Listen on the first address that belongs to this machine.
 
-    :raises ArgumentError: no address belongs to it, the port cannot be used, or other hosts could reach the port and
-        the job has no token.
+    :raises ArgumentError: no address belongs to this machine, the port cannot be used, or other hosts could reach the
+        port and the job has no token.
     """
     failures: list[OSError] = []
     for address in addresses:
@@ -239,7 +245,9 @@ def _cannot_listen(target: _Target, failures: list[OSError]) -> ArgumentError:
 
 
 def _resolve_patiently(target: _Target) -> list[_Address]:
-    """Resolve the host's addresses. Retry until the deadline, as a name may be unknown until its machine is up.
+    """Resolve the host's addresses.
+
+    Retry until the deadline, because a name may be unknown until its machine has started.
 
     :raises ArgumentError: the name does not resolve in time.
     """

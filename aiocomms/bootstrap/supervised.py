@@ -1,9 +1,10 @@
 """The *line*: the socket on which a rank reports formed communicators and lost ranks to ``aiocomms run``.
 
-The rank also reports that it leaves, so that another process takes its place. The launcher gives each process that it
-starts a socket. An environment variable names the descriptor and the process, so a child or a fork of a rank reports
-nothing. Before the launcher replaces a process or ends all ranks, it announces this on the line. This module imports
-only the standard library. In a process of another launcher, this module only looks for one variable.
+The rank also reports that it leaves. Then another process replaces the process of this rank. The launcher gives each
+process that it starts a socket. An environment variable contains the socket's descriptor and the pid of the process, so
+a child or a fork of a rank reports nothing. Before the launcher replaces a process or ends all ranks, it announces the
+replacement or the end on the line. This module imports only the standard library. In a process of another launcher,
+this module only reads one environment variable.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import os
 from typing import Final
 
 LINE: Final = "AIOCOMMS_SUPERVISOR"
-"""The variable with the descriptor of the line and the pid of its process, such as ``"17:4711"``."""
+"""The environment variable with the descriptor of the line's socket and the pid of the process, such as ``"17:4711"``.
+"""
 REPLACED, ENDS = "replaced", "ends"
-"""The launcher's two announcements: another process replaces this one, or all ranks end."""
+"""The launcher's two announcements: another process replaces this process, or all ranks end."""
 RESTARTS: Final = "AIOCOMMS_RESTARTS"
-"""The variable with the number of earlier processes of this rank, since all ranks were started together."""
+"""The environment variable with the number of earlier processes of this rank, since all ranks were started together."""
 
 _announced: set[str] = set()
 
@@ -25,13 +27,13 @@ _announced: set[str] = set()
 def is_newcomer() -> bool:
     """Return whether the launcher has restarted this rank while the other ranks continue.
 
-    A program that this rank starts inherits the variable, and is no newcomer.
+    A program that this rank starts inherits the environment variable, but is no newcomer.
     """
     return os.environ.get(RESTARTS, "0") != "0" and _line() is not None
 
 
 def report_formed(rank: int, size: int, base: str, epoch: int) -> None:
-    """Report a communicator of all ranks that this process has formed.
+    """Report that this process has formed a communicator of all ranks.
 
     The launcher does not need a report of smaller communicators.
 
@@ -41,14 +43,14 @@ def report_formed(rank: int, size: int, base: str, epoch: int) -> None:
 
 
 def report_lost(rank: int, size: int, base: str, epoch: int, peer: int) -> None:
-    """Report a rank that a communicator of all ranks has lost."""
+    """Report that a communicator of all ranks has lost a rank."""
     _report(rank, size, f"lost {peer} {epoch} {base}")
 
 
 def report_leaves(rank: int, size: int) -> None:
-    """Report that this process ends soon on purpose, and that another process is to take its place.
+    """Report that this process ends soon on purpose, and that another process must take its place.
 
-    :param rank: the process's rank in the communicator that it leaves, which includes all ranks.
+    :param rank: the process's rank in the communicator that the process leaves, which includes all ranks.
     """
     _report(rank, size, "leaves")
 
