@@ -29,7 +29,10 @@ _Opened = TypeVar("_Opened", bound=AbstractAsyncContextManager[Any])
 
 
 class Opening(ABC, Generic[_Opened]):
-    """The result of a call such as ``new_comm()``: ``await`` and ``async with`` open a communicator or endpoint."""
+    """The result of a call such as ``new_comm()``.
+
+    To await this object, or to enter it with ``async with``, opens a communicator or an endpoint.
+    """
 
     _example: str
     """The example in the error about a forgotten ``await``."""
@@ -67,13 +70,13 @@ class new_comm(Opening["Communicator"]):  # noqa: N801 - The class is called lik
     ``async with new_comm(...) as comm:``. The block closes the communicator at its end. If the body raises, the
     communicator is first aborted on all ranks.
 
-    :param transport: a transport's name; ``"auto"`` for the best available one; or a mapping from families to
+    :param transport: a transport's name; ``"auto"`` for the best available transport; or a mapping from families to
         transports' names. The families are ``"collectives"``, ``"p2p"`` and ``"rma"``.
     :param device: the device of all tensors.
-    :param store: the store where the ranks meet; also pass ``rank`` and ``size``. The communicator uses the store for
-        splits and recovery until the communicator is closed. Without ``store``, ``rank`` and ``size``, these values
-        come from the launcher's environment variables (torchrun, Open MPI, MPICH, Slurm). Without a launcher the
-        communicator has one rank.
+    :param store: the store where the ranks meet. With ``store``, also pass ``rank`` and ``size``. The communicator uses
+        the store for splits and recovery until the communicator is closed. Without ``store``, ``rank`` and ``size``,
+        these values come from the launcher's environment variables (torchrun, Open MPI, MPICH, Slurm). Without a
+        launcher the communicator has one rank.
     :param rank: this rank.
     :param size: the number of ranks.
     :param name: the communicator's name, the same on all ranks. The name distinguishes communicators that share a
@@ -81,12 +84,14 @@ class new_comm(Opening["Communicator"]):  # noqa: N801 - The class is called lik
     :param timeout: the deadline of the formation in seconds, and afterwards the default deadline of ops. None: ops have
         no deadline, and the formation has 600 s.
     :param hints: advice to the transports, by name. The hint ``"heartbeat"`` is the number of seconds without a
-        heartbeat after which a rank counts as dead; 0: never. Its default is ``AIOCOMMS_HEARTBEAT``, or else 5.
+        heartbeat after which a rank counts as dead; 0: never. The default of this hint is the value of
+        ``AIOCOMMS_HEARTBEAT``, or else 5.
     :param join: whether to join an existing communicator as a replacement of a lost rank, or as an additional rank. The
-        other ranks call :meth:`~aiocomms.communicator.communicator.Communicator.reconfigure` with this ``size``. None:
-        join if the launcher has restarted only this rank, as ``aiocomms run --restart on-failure`` does.
+        other ranks call :meth:`~aiocomms.communicator.communicator.Communicator.reconfigure` with the same ``size``.
+        None: join if the launcher has restarted only this rank, as ``aiocomms run --restart on-failure`` does.
     :raises ArgumentError: an argument is wrong, or the environment is incomplete; one error lists all problems.
-    :raises UnsupportedOperation: the transport is not available; the message gives the reason, and lists the others.
+    :raises UnsupportedOperation: the transport is not available; the message gives the reason, and lists the other
+        transports.
     :raises CommTimeoutError: a rank did not arrive in time; the message names the rank.
     :raises CommAbortedError: another rank failed or was cancelled before the end of the formation; the message names
         this other rank.

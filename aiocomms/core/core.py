@@ -54,7 +54,7 @@ from aiocomms.transport import Transport
 from aiocomms.transport.native import Ledger, PlainLedger, Shortcuts
 
 CLOSE_GRACE = 5.0
-"""The most seconds for which a close waits for pending ops."""
+"""The largest number of seconds for which a close waits for pending ops."""
 
 
 class Core(Posting):
@@ -78,13 +78,13 @@ class Core(Posting):
     abort_hooks: Hooks
     shortcuts: Shortcuts | None
     marks: CallerMarks | None
-    """The marks of calls in the callers' CUDA streams; None: no transport has streams."""
+    """The marks that calls leave in the CUDA streams of their callers; None: no transport has streams."""
     worded: Callable[[CommError], CommError]
 
     def __init__(
         self, rendezvous: StoreRendezvous, by_family: Mapping[ops.Family, Transport], options: Mapping[str, Any]
     ) -> None:
-        """Begin to serve the transports.
+        """Create the internals, and begin to handle the events of the transports.
 
         :param by_family: the transport of each family of ops.
         :param options: the user's hints.
@@ -97,7 +97,7 @@ class Core(Posting):
         if "rma" not in self.by_family and "p2p" in self.by_family:
             self.by_family["rma"] = TwoSided(self)
         self.transports: list[Transport] = list(dict.fromkeys(self.by_family.values()))
-        """Each transport once, because one transport may carry several families."""
+        """The transports without duplicates, because one transport may carry several families of ops."""
         self.fast_check, self.marks = find_check(self.transports), CallerMarks.of(self.transports)
         self.life, self.worded = Life(), lambda error: error
         self._lock = RLock()  # The lock guards every step. A signal handler may abort what it interrupts.
@@ -111,7 +111,7 @@ class Core(Posting):
         self.pre_hooks, self.post_hooks, self.abort_hooks = Hooks(), Hooks(), Hooks()
         self.router: Router = Router(self, self.by_family)
         self.given_up: dict[int, LaneAbortedError] = self.router.lane_aborts.given_up
-        """The aborted lanes by number, with their errors."""
+        """The errors of the aborted lanes, by the number of the lane."""
         self.in_flight: InFlight = InFlight(self, Heartbeat(self.transports, options, self.lose))
         entries = 2 * capacity()
         self.shortcuts = None if debug.asked_for() else find_shortcuts(self, self.by_family, entries)
@@ -121,7 +121,10 @@ class Core(Posting):
         self._serve()
 
     def _serve(self) -> None:
-        """Listen for failures and notes, and handle those that have come before, from peers that opened earlier."""
+        """Listen for failures and notes of other ranks.
+
+        Also handle those that arrived earlier, from ranks that opened the communicator before this rank.
+        """
         for transport in self.transports:
             transport.on_failure = self.lose  # type: ignore[method-assign]
             transport.on_note = self.notes.hear  # type: ignore[method-assign]
@@ -155,13 +158,16 @@ class Core(Posting):
         return self.life.refusal()
 
     def demand(self, what: str) -> None:
-        """Refuse a call, other than an op, on a wrong thread or after the loss or close of the communicator."""
+        """Raise an error if a call, other than an op, is on a wrong thread.
+
+        Also raise an error after the loss or close of the communicator.
+        """
         self.demand_thread(what)
         if (error := self.refusal()) is not None:
             raise error.about(comm=self.name, op=what, rank=self.rank)
 
     def demand_thread(self, what: str) -> None:
-        """Refuse a call on the wrong thread."""
+        """Raise an error if this call is on a wrong thread."""
         if get_ident() != self.thread:
             raise wrong_thread(f"{what} on '{self.name}'")
 
@@ -190,7 +196,7 @@ class Core(Posting):
         self._lose(failure, here=get_ident() == self.thread)
 
     def _lose(self, failure: Failure, *, here: bool) -> None:
-        """Make the transition to the state lost, and run its actions.
+        """Change the state to lost, and run the actions of this change.
 
         :param here: whether this is the loop's thread, outside a signal handler.
         """
@@ -256,7 +262,7 @@ class Core(Posting):
             self._expire_all(work, why)
 
     def _inquire(self, work: StartedWork[Any], why: str) -> None:
-        """Ask the peer of a late receive or wait what the peer is doing, then let the op fail."""
+        """Ask the peer of a late op what the peer is doing, then let the op fail. The op is a receive or a wait."""
         queue, now = work.queue, clock.now()
         posted = None if queue is None else queue.get(work)
         if posted is not None:  # A work without an entry has become done meanwhile.
@@ -265,7 +271,10 @@ class Core(Posting):
             self._inquiry.begin(late, lambda report: self.driver.call_threadsafe(self._expire_alone, work, report, why))
 
     def _expire_alone(self, work: StartedWork[Any], report: str, why: str) -> None:
-        """Fail only a late receive or wait. If a message or signal has matched the op, lose the communicator."""
+        """Let the late receive or wait fail, but no other op.
+
+        If a message or signal has matched the op, lose the communicator.
+        """
         if not work.done():
             if self.withdraw(work):
                 late = f"{UNMATCHED} {called(work.op)}{'' if why else ' before its deadline'}; it was withdrawn{report}"
@@ -292,7 +301,7 @@ class Core(Posting):
         return absent or self._others(work.op)
 
     def _others(self, op: ops.Op) -> list[int]:
-        """Return the other ranks that an op names. If there are none, return this rank."""
+        """Return the other ranks that an op names. If the op names no other rank, return this rank."""
         ranks = peers(op)
         return [rank for rank in ranks if rank != self.rank] or ranks
 
@@ -343,7 +352,7 @@ class Core(Posting):
     async def _part(self) -> None:
         """Let sends end, and tell the other ranks that this rank receives no more messages.
 
-        Without this, two ranks that never receive each other's last messages would wait for each other.
+        Without this notice, two ranks that never receive each other's last messages would wait for each other.
         """
         if self.in_flight:
             self.notes.on_leaving = lambda: self.driver.call_threadsafe(self._end_lost_sends)
@@ -385,7 +394,10 @@ class Core(Posting):
                 await self.in_flight.unwatched()
 
     def disown(self) -> None:
-        """Disown the communicator in a forked child, which must neither use nor close its parent's sockets."""
+        """Mark the communicator as unusable in a forked child.
+
+        The child must neither use nor close the sockets of its parent.
+        """
         self.life = lifecycle.disown(os.getppid())
         self.ledger.refusing = True
         self._closing = self.over = Promise(self.driver)

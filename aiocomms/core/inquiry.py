@@ -26,11 +26,14 @@ if TYPE_CHECKING:
     from aiocomms.core.core import Core
 
 PERIOD: Final = 0.5
-"""The least seconds between two inquiries of a communicator, so that short deadlines do not load other ranks."""
+"""The smallest number of seconds between two inquiries of a communicator.
+
+So short deadlines do not load other ranks.
+"""
 _ROOM: Final = 1200
 """The largest number of bytes of a rank's description of its activity; the rest is cut off."""
 _LOOKED_AT: Final = 64
-"""The most pending ops, oldest first, for which an answer names the awaited ranks."""
+"""The largest number of pending ops for which an answer names the awaited ranks. The oldest ops come first."""
 
 
 class Wait(NamedTuple):
@@ -39,9 +42,9 @@ class Wait(NamedTuple):
     peer: int
     since: float
     until: float
-    """The deadline of a late receive; for a pending op, the time of the question to its rank."""
+    """The end of the wait: the deadline of a late receive; for a pending op, the time at which its rank was asked."""
     what: str = ""
-    """The late receive, as text; empty for a pending op."""
+    """A description of the late receive. The text is empty for a pending op, because a pending op is not late."""
 
 
 class Inquiry:
@@ -55,15 +58,18 @@ class Inquiry:
         self._late: Wait | None = None
         self._numbers = itertools.count(1)
         self._asked: dict[int, tuple[int, Reply[Answer]]] = {}
-        """The unanswered questions by number: the rank that was asked, and the object that receives the answer."""
+        """The unanswered questions by number.
+
+        Each value is the rank that was asked, and the object that receives the answer.
+        """
         self._lock = threading.Lock()
         self._askers: dict[int, int] = {}
-        """The ranks that wait for an answer, and the number of each rank's last question."""
+        """The ranks that wait for an answer, with the number of each rank's last question."""
 
     # ------------------------------------------------------------------------------------------------------- asking
 
     def begin(self, late: Wait, end: Callable[[str], object]) -> None:
-        """Ask one rank after the other why a receive is late. The watchdog's thread calls this.
+        """Ask ranks, one after another, why a receive is late. The watchdog's thread calls this.
 
         :param end: a function that is called once, on any thread, with the text to add to the error.
         """
@@ -83,7 +89,10 @@ class Inquiry:
             end(report)
 
     def _follow(self, wait: Wait) -> str:
-        """Ask one rank after the other. Return a text about what they do, and whether they wait in a circle."""
+        """Ask the ranks of a chain of waits, one after another.
+
+        Return a text about what these ranks do, and about a circle in which they wait.
+        """
         ends = clock.now() + PATIENCE
         chain, words = [self._comm.rank], list[str]()
         while wait.peer not in chain:
@@ -103,9 +112,10 @@ class Inquiry:
         return _report(words, [*chain[chain.index(wait.peer) :], wait.peer])
 
     def _ask(self, rank: int, ends: float) -> Answer | str:
-        """Ask a rank what it is doing, and wait for its answer until ``ends``, by the monotonic clock.
+        """Ask a rank what it is doing, and wait for its answer until the time ``ends`` of the monotonic clock.
 
-        :returns: the answer; or a text about a rank that does not answer, which is empty if no rank can be asked.
+        :returns: the answer. If the rank does not answer, a text that says so. If the rank cannot be asked, an empty
+            text.
         """
         number, reply = next(self._numbers), Reply[Answer]()
         self._asked[number] = rank, reply
@@ -122,7 +132,7 @@ class Inquiry:
     # ---------------------------------------------------------------------------------------------------- answering
 
     def hear(self, rank: int, said: Question | Answer) -> None:
-        """Take a rank's question or answer. The call never waits, and any thread may make it."""
+        """Handle a question or an answer of a rank. This method never waits, and any thread may call it."""
         if isinstance(said, Answer):
             asked, reply = self._asked.get(said.number, (None, None))
             if reply is not None and asked == rank:
@@ -141,7 +151,7 @@ class Inquiry:
         return askers
 
     def _answer(self) -> None:
-        """Tell all ranks that have asked what this rank is doing."""
+        """Answer all ranks that have asked: tell them what this rank is doing."""
         try:
             text, waits, late, now = self._look()
         finally:
@@ -153,7 +163,7 @@ class Inquiry:
             self._notes.say(rank, Answer(number, text, few, told))
 
     def _look(self) -> tuple[str, list[Waiting], Wait | None, float]:
-        """Return this rank's activity, the ranks for which it waits, its last late receive, and the time."""
+        """Return this rank's activity, the ranks for which it waits, its last late receive, and the current time."""
         comm, late = self._comm, self._late
         flying = sorted(comm.in_flight.look(), key=lambda one: one.posted)
         now = clock.now()
@@ -168,7 +178,8 @@ class Inquiry:
 def _following(answer: Answer, wait: Wait, chain: Sequence[int], asked: float, heard: float) -> Wait | None:
     """Return a wait of the answering rank that overlaps in time with the waits of all earlier ranks in the chain.
 
-    A wait that closes a circle has priority; otherwise the oldest pending wait. None: there is no such wait.
+    A wait that closes a circle has priority. Otherwise the oldest pending wait has priority. If there is no such wait,
+    return None.
 
     :param wait: the period in which all earlier ranks have waited.
     :param asked: the time of the question; ``heard`` is the time of the answer. The rank has measured the ages in its

@@ -1,8 +1,10 @@
-"""The guards of communicators. If a communicator is still open at the end of its event loop, its guard closes it.
+"""The guards of communicators.
 
-The guard also warns. Event loops have no hook for their end, but close the remaining async generators that were started
-in them. ``asyncio.run``, ``asyncio.Runner``, uvloop and trio do this. A program that closes a loop itself must first
-call ``loop.shutdown_asyncgens()``. The loop still runs at that time, so the guard can close the communicator normally.
+If a communicator is still open at the end of its event loop, its guard closes the communicator. The guard also issues a
+warning. An event loop has no hook for its end. But before its end, a loop closes the remaining async generators that
+were started in it. ``asyncio.run``, ``asyncio.Runner``, uvloop and trio close these generators. A program that closes a
+loop itself must first call ``loop.shutdown_asyncgens()``. The loop still runs at that time, so the guard can close the
+communicator normally.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class Closable(Protocol):
         """Close the communicator, and release its resources."""
 
     def _disown(self) -> None:
-        """Disown the communicator in a forked child."""
+        """Mark the communicator as unusable in a forked child."""
 
 
 class LeakGuard(Generic[_Comm]):
@@ -46,7 +48,7 @@ class LeakGuard(Generic[_Comm]):
         _guards.add(self)
 
     def opened(self, advice: str) -> None:
-        """Store where the caller has opened the communicator, and the advice for a caller that leaves it open."""
+        """Store the place where the caller opened the communicator, and the advice for a caller that leaves it open."""
         self._place, self._advice = caller(), advice
 
     def dismiss(self) -> None:
@@ -91,7 +93,10 @@ def guards() -> Sequence[LeakGuard[Any]]:
 
 
 def _end_of_process() -> None:
-    """Warn of open communicators at the end of the process. The transports have stopped; no communicator is closed."""
+    """Warn of open communicators at the end of the process.
+
+    No communicator is closed, because the transports have stopped.
+    """
     for guard in guards():
         try:
             guard.warn()

@@ -8,7 +8,8 @@
 
 While a communicator is closing, pending ops may end and no new op starts. A death, an abort or a missed deadline still
 takes effect. Only the first :class:`Failure` has an effect. A transition is a pure function, which takes a
-:class:`Life` and an event. It returns the next life and a list of actions, which :class:`aiocomms.core.core.Core` runs.
+:class:`Life` and an event. The function returns the next life and a list of actions, which
+:class:`aiocomms.core.core.Core` runs.
 """
 
 from __future__ import annotations
@@ -27,10 +28,14 @@ LOST: Final = "the communicator is lost: "
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """The reason why a communicator is lost. Only the reason decides the error of each work."""
+    """The reason why a communicator is lost. The error of each work depends only on this reason."""
 
     error: CommError
-    """The error. It names the rank that it concerns. An error of this rank's op also names the op and this rank."""
+    """The error.
+
+    The error names the rank that the error is about. If an op of this rank has failed, the error also names the op and
+    this rank.
+    """
     since: float
     """The time of the failure, by ``clock.now()``."""
 
@@ -54,7 +59,7 @@ class Failure(msgspec.Struct, frozen=True):
     def for_peers(self, rank: int) -> CommError:
         """Return the error that this rank sends to the other ranks; see :meth:`aiocomms.transport.Transport.abort`.
 
-        A rank that the other ranks have excluded reports its own death, as those ranks do.
+        A rank that the other ranks have excluded reports its own death, as the other ranks do.
         """
         error = self.error
         if isinstance(error.__cause__, PeerDiedError) and error.__cause__.peer == rank:
@@ -67,7 +72,7 @@ class Failure(msgspec.Struct, frozen=True):
         return CommAbortedError(f"aborted by rank {rank}: {error}", peer=rank)
 
     def explained(self, verdict: Verdict, path: Path | None) -> Failure:
-        """Return the failure with the verdict and the path of the recorder's file added to its error."""
+        """Return the failure with an error that also contains the verdict and the path of the recorder's file."""
         old, report = self.error, verdict.report
         assert isinstance(old, CommTimeoutError)
         message = old.message + (f": {report}" if report and report not in old.message else "")
@@ -81,7 +86,10 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, array_like=True, frozen=True):
-    """The explanation of a missed deadline, which the rank whose deadline passed sends to the other ranks."""
+    """The explanation of a missed deadline.
+
+    The rank whose deadline has passed sends the explanation to the other ranks.
+    """
 
     report: str
     """The text about what the ranks were doing; empty: nothing is known."""

@@ -44,14 +44,14 @@ class Posting:
     """The number of ops that could not be posted."""
     _spinning: list[Transport]
     _ended: bool
-    """True once the works that were pending when the communicator was lost have ended."""
+    """True once the communicator was lost, and the works that were pending at that time have ended."""
 
     def lose(self, error: CommError) -> None:
         """Mark the communicator as lost because of a failure. Any thread may call this."""
         raise NotImplementedError
 
     def _end_works(self) -> None:
-        """End every pending work with the error that belongs to the failure, if there is a failure."""
+        """End every pending work with the error that belongs to the failure. Without a failure, do nothing."""
         raise NotImplementedError
 
     def start(self, work: StartedWork[Any], seconds: float, lane: str | None = None) -> StartedWork[Any]:
@@ -95,7 +95,7 @@ class Posting:
     def follow(
         self, work: StartedWork[Any], seconds: float, look_after: Callable[[int], object], index: int
     ) -> StartedWork[Any]:
-        """Handle an op that native code has posted, as :meth:`start` handles an op after its own post.
+        """Handle an op that native code has posted, as :meth:`start` handles an op that it has posted itself.
 
         :param look_after: the rest of the transport's ``post``, which is called with ``index``.
         """
@@ -138,7 +138,7 @@ class Posting:
         call_in_thread(op.call, lambda error: self.driver.call_threadsafe(ended, error))
 
     def _ask(self, work: StartedWork[Any]) -> None:
-        """Call the pre-hooks of an op, and store the time of the call for the post-hooks."""
+        """Call the pre-hooks of an op, and store the time at which the op was called for the post-hooks."""
         work.called = clock.now() if self.post_hooks else None
         try:
             self.pre_hooks.ask(work.op, work.seq)
@@ -149,7 +149,7 @@ class Posting:
     def _uncount(self, work: StartedWork[Any], error: BaseException) -> None:
         """Undo the count of an op that is not posted, and call its post-hooks.
 
-        If the op is a collective outside lanes, the next such collective gets its number.
+        If the op is a collective outside lanes, the next such collective gets the number of this op.
         """
         self.refusals += 1
         if self.post_hooks:
@@ -160,9 +160,9 @@ class Posting:
             self.recorder.refused.append(work.seq)
 
     def post_raised(self, work: StartedWork[Any], error: BaseException) -> BaseException:
-        """Return the error of an op that could not be posted, so that nothing was sent.
+        """Return the error of an op that could not be posted. Nothing was sent for the op.
 
-        A transport that raises another exception than a :class:`CommError` is broken, and the communicator is lost.
+        A transport that raises an exception other than a :class:`CommError` is broken, and the communicator is lost.
         """
         self._uncount(work, error)
         return self.not_posted(work.op, error, work._comm_name())
@@ -198,7 +198,10 @@ class Posting:
     # ------------------------------------------------------------------------------------------ ops of other threads
 
     def keep_elsewhere(self, work: StartedWork[Any], seconds: float) -> None:
-        """Record that an op is pending, before its end is reported. The thread that has posted the op calls this."""
+        """Record that an op is pending, before the end of the op is reported.
+
+        The thread that has posted the op calls this.
+        """
         self.in_flight.add(work, seconds)
         # The communicator was lost before the op was added, or the op has already ended.
         if self._ended or work._state:
@@ -210,7 +213,7 @@ class Posting:
         self._end_works()
 
     def look_after(self, look_after: Callable[[int], object], index: int) -> None:
-        """Run the rest of the post of an op that another thread has posted; see :meth:`NativeTransport.shortcuts`."""
+        """Run the rest of the posting of another thread's op; see :meth:`NativeTransport.shortcuts`."""
         look_after(index)
         for transport in self._spinning:
             self.driver.poll_soon(transport)

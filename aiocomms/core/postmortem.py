@@ -2,8 +2,8 @@
 
 When a deadline passes, every rank writes its activity to the store of the rendezvous. The *reporting rank*, whose
 deadline has passed, waits briefly for the other ranks' records. It derives a verdict from the records, and writes the
-verdict to the store. Then the pending works end. All of this runs in a thread, and has bounds of time and size. If no
-record arrives, the error stays unchanged.
+verdict to the store. Then the pending works end. The post mortem runs in a thread, and its time and size are limited.
+If no record arrives, the error stays unchanged.
 """
 
 from __future__ import annotations
@@ -31,32 +31,37 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PATIENCE, LONGER = 0.2, 0.3
-"""The seconds for which the reporting rank reads the other ranks' records, and for which works wait for the verdict.
+"""Two times in seconds.
 
-A work must fail within 0.5 s after its deadline. A busy machine needs the remaining time.
+For the first, the reporting rank reads the other ranks' records; for the second, works wait for the verdict. A work
+must fail within 0.5 s after its deadline. The rest of this time is for a busy machine.
 """
 WRITING = 1.0
-"""The most seconds for which works wait for the flight recorder's file, whose path their errors name.
+"""The largest number of seconds for which works wait for the flight recorder's file.
 
-To write the file takes about 1 ms, but the write may never end if the file system hangs.
+The errors of the works contain the path of this file. To write the file takes about 1 ms, but the write may never end
+if the file system hangs.
 """
 ASKED = 64
-"""The most ranks whose records are read, missing ranks first."""
+"""The largest number of ranks whose records are read. Missing ranks come first."""
 
 _DOING, _VERDICT = "doing", "verdict"
 """The keys of the records in the store: each rank's activity, and the reporting rank's verdict."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.01
 _LARGEST = 16384
-"""The most bytes of another rank's report."""
+"""The largest size of another rank's report, in bytes."""
 _BRIEFS = ControlCodec[Brief](Brief, "what a rank says it is doing", limit=_LARGEST)
 _VERDICTS = ControlCodec[Verdict](Verdict, "a verdict", limit=_LARGEST)
 
 
 class PostMortem:
-    """The post mortem of one lost communicator. Its works wait until the missed deadline is explained."""
+    """The post mortem of one lost communicator.
+
+    The communicator's works wait until the missed deadline is explained.
+    """
 
     def __init__(self, comm: Core, board: Board, failure: Failure) -> None:
-        """Begin to count the time from the loss.
+        """Create the post mortem. Its time limits begin at the loss of the communicator.
 
         :param failure: the reason for the loss.
         """
@@ -141,9 +146,9 @@ class PostMortem:
 
 
 def in_time(seconds: float, otherwise: T, call: Callable[[], T]) -> T:
-    """Make a call on a background thread, and return ``otherwise`` if it takes longer than ``seconds``.
+    """Call a function on a background thread, and return ``otherwise`` if the function takes longer than ``seconds``.
 
-    The call may block without end, if the store's host is stopped or lost, or if the file system hangs.
+    The function may block without end, if the store's host is stopped or lost, or if the file system hangs.
     """
     answer = Reply[T]()
     if not dumps.in_background(lambda: answer.put(call())):
@@ -178,13 +183,16 @@ def _read_verdict(said: bytes, size: int) -> Verdict:
 
 
 def tidy(brief: Brief) -> None:
-    """Make another process's record fit for an error message, in place."""
+    """Change the texts of another process's record so that an error message can contain them.
+
+    The texts become short and printable. The record is changed in place.
+    """
     brief.last = printable(brief.last)
     brief.pending = [tidied(item) for item in brief.pending[:SHOWN]]
 
 
 def tidied(item: Item) -> Item:
-    """Return an op of another process, fit for an error message."""
+    """Return a copy of another process's op with short and printable texts, for an error message."""
     args = {printable(name, 20): value for name, value in list(item.args.items())[:SHOWN]}
     texts = {name: printable(getattr(item, name)) for name in ("error", "task", "where", "lane", "of")}
     tensors = [printable(text) for text in item.tensors[:SHOWN]]
@@ -192,5 +200,5 @@ def tidied(item: Item) -> Item:
 
 
 def printable(text: str, longest: int = LONGEST) -> str:
-    """Return the first ``longest`` characters of another process's text, with ``?`` for each unprintable one."""
+    """Return the first ``longest`` characters of another process's text, with ``?`` for each unprintable character."""
     return "".join(c if c.isprintable() else "?" for c in text[:longest])

@@ -1,4 +1,4 @@
-"""The operations of a communicator or a lane in blocking form, for threads other than that of the event loop."""
+"""The operations of a communicator or a lane in blocking form, for all threads except the thread of the event loop."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Operations(Issuer):
     def _issue(  # type: ignore[override]
         self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
     ) -> BlockingWork[Any]:
-        """Check an op, post it or hand it to the loop, and return its work."""
+        """Check an op, post it on this thread or on the loop's thread, and return its work."""
         if self._core.refusing:
             raise self._core.refused(op)
         self._door.elsewhere(op.name)
@@ -93,10 +93,11 @@ class Operations(Issuer):
 
 
 class BlockingLane(Operations):
-    """A :class:`~aiocomms.Lane` in blocking form. Any thread but the event loop's may use it; see :meth:`Portal.lane`.
+    """A :class:`~aiocomms.Lane` in blocking form.
 
-    ``with comm.lane(key):`` makes the lane current on this thread. Within the block, this thread's calls on the
-    communicator or its portal run in the lane.
+    Any thread except the thread of the event loop may use the lane; see :meth:`Portal.lane`. ``with comm.lane(key):``
+    makes the lane current on this thread. Within the block, this thread's calls on the communicator or its portal run
+    in the lane.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""The works of a portal, for which a thread waits: an op or a coroutine function that the loop runs."""
+"""The works for which threads wait in a portal: an op, or a coroutine function that the loop runs."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class PortalCall(Pending, Generic[_T]):
     def __init__(self, door: Door, call: Callable[[], Awaitable[_T]], marks: CallerMarks | None = None) -> None:
         """Store the call, which does not start yet.
 
-        :param marks: the communicator's marks; with them the call comes after the earlier work on this thread's CUDA
-            stream.
+        :param marks: the communicator's marks of CUDA streams. With them, the call runs after the earlier work on this
+            thread's stream.
         """
         super().__init__(door)
         self._calls = [call]  # The thread that takes the call begins it, or prevents its start.
@@ -52,7 +52,7 @@ class PortalCall(Pending, Generic[_T]):
         self._values: list[_T] = []  # The value that the coroutine function has returned.
         self._error: BaseException | None = None
         self.refused = False
-        """True if the function did not run to its end because the owner was closed or the loop has ended."""
+        """True if the function did not run to its end, because the portal's owner was closed or the loop has ended."""
 
     def run(self, patience: float | None) -> _T:
         """Run the function on the loop, and block this thread until its end. A timeout or Ctrl-C cancels the function.
@@ -123,7 +123,9 @@ class PortalCall(Pending, Generic[_T]):
 
 
 def close(door: Door, what: str, call: Callable[[], Awaitable[object]]) -> None:
-    """Run on the loop a coroutine function that closes an object. If the call is refused, the object is closed already.
+    """Run a coroutine function that closes an object, on the loop.
+
+    If the loop refuses the call, the object is already closed.
 
     :param what: the name of the called method, for the error if the caller is on the loop's own thread.
     """
@@ -148,10 +150,11 @@ def run(door: Door, what: str, call: Callable[[], Awaitable[_T]], timeout: Timeo
 
 
 class BlockingWork(Pending, Generic[T_co]):
-    """One operation that a thread has called. Every thread except that of the event loop may wait for it.
+    """One operation that a thread has called.
 
-    The operation completes even if no thread waits. If the operation fails, no thread waits for it, and the
-    communicator stays usable, then the event loop reports the error.
+    Every thread except the thread of the event loop may wait for the operation. The operation completes even if no
+    thread waits. The event loop reports the error of a failed operation if no thread waits for it and the communicator
+    stays usable.
     """
 
     __slots__ = (
@@ -203,7 +206,7 @@ class BlockingWork(Pending, Generic[T_co]):
         waits, an unmatched receive is then withdrawn.
 
         :param timeout: the seconds to wait; 0: do not wait; None: no limit.
-        :returns: the result that ``await`` returns for the communicator's own work.
+        :returns: the result that ``await`` on the communicator's own work returns.
         :raises TimeoutError: the op was not done in time; the op continues.
         :raises CommError: the op failed or could not be started, or the event loop has ended.
         :raises RuntimeError: the caller is on the loop's own thread, which would wait for itself.
@@ -231,7 +234,7 @@ class BlockingWork(Pending, Generic[T_co]):
         """Make a CUDA stream wait for the op. This thread waits for the launch of the op, not for the GPU.
 
         :param stream: a ``torch.cuda.Stream``; None: this thread's current stream.
-        :raises ArgumentError: ``stream`` is no stream, or is of another device than the communicator.
+        :raises ArgumentError: ``stream`` is no stream, or belongs to another device than the communicator.
         :raises UnsupportedOperation: the op runs on no stream: its tensors are on the CPU, or it completes on the host.
         :raises CommError: the op has failed already, or could not be started.
         :raises RuntimeError: the caller is on the loop's own thread, which would wait for itself.
@@ -267,7 +270,7 @@ class BlockingWork(Pending, Generic[T_co]):
     # ------------------------------------------------------------------------------------ on the thread that calls it
 
     def _posted(self) -> bool:
-        """Post the op on this thread if shortcuts can and no earlier call waits for the loop.
+        """Post the op on this thread, if the shortcuts can do this and no earlier call waits for the loop.
 
         :returns: whether the op was posted.
         """
@@ -347,7 +350,7 @@ class BlockingWork(Pending, Generic[T_co]):
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _ended(self) -> None:
-        """Wake the waiting threads after the hooks, because the op has ended."""
+        """Wake the waiting threads after the end of the op and after its hooks."""
         work, driver = self._work, self._core.driver
         assert work is not None
         error = work.error
@@ -365,7 +368,10 @@ class BlockingWork(Pending, Generic[T_co]):
     # ---------------------------------------------------------------------------------------------- on any thread
 
     def _taken(self) -> tuple[Mapping[str, Any] | None, OpTimeout, Context] | None:
-        """Return the op's arguments at the first call, after which the caller starts or fails the op; later, None."""
+        """Return the op's arguments at the first call, and None at later calls.
+
+        The first caller then starts the op, or lets it fail.
+        """
         try:
             return self._asked.pop()
         except IndexError:
@@ -399,7 +405,7 @@ class BlockingWork(Pending, Generic[T_co]):
 
 
 class _Listener:
-    """The waiter that a work wakes instead of a task."""
+    """The object that a work wakes in place of a task."""
 
     __slots__ = ("_of",)
 
