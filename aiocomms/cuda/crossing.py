@@ -1,8 +1,8 @@
-"""Bytes and numbers of the host as tensors on a device, and back, without a wait for the current stream.
+"""The conversion of bytes and numbers of the host into tensors on a device, and back.
 
-torch's copy between the host and a GPU blocks its thread until the current stream is idle. On the loop's thread, the
-current stream belongs to the program. Its kernels may run long, or wait for ops of this rank. So these functions make
-an idle stream current for the copy.
+The conversion does not wait for the current stream. torch's copy between the host and a GPU blocks its thread until the
+current stream is idle. On the loop's thread, the current stream belongs to the program. The kernels of this stream may
+run long, or wait for ops of this rank. So these functions make an idle stream current for the copy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from aiocomms.ops.writing import copies_under_way
 
 @unaffected
 def to_tensor(data: bytes | bytearray, device: torch.device) -> Tensor:
-    """Return bytes as a flat uint8 tensor on ``device``. A tensor on the CPU shares the memory of a given bytearray."""
+    """Return bytes as a flat uint8 tensor on ``device``.
+
+    A tensor on the CPU shares the memory of ``data`` if ``data`` is a bytearray.
+    """
     if not data:
         return buffers.empty(0, dtype=torch.uint8, device=device)
     writable = data if isinstance(data, bytearray) else bytearray(data)
@@ -35,7 +38,7 @@ def to_bytes(tensor: Tensor) -> bytes:
 
 @unaffected
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the CPU itself, or a copy on another device that is complete."""
+    """Return ``host`` itself if ``device`` is the CPU, or else a complete copy of ``host`` on ``device``."""
     if device.type != "cuda":
         return host.to(device)
     caller = torch.cuda.current_stream(device)
@@ -46,11 +49,11 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Return a tensor of the CPU itself, or a copy of a tensor on another device.
+    """Return ``tensor`` itself if it is on the CPU, or else a copy of ``tensor`` on the CPU.
 
-    The tensor comes from :func:`to_device`, or an op that has ended has written the tensor. No kernel may write the
-    tensor. Copies by ops within the process may still be under way. So this call waits for these copies, and for the
-    kernels before them.
+    The tensor must come from :func:`to_device`, or must have been written by an op that has ended. No kernel may write
+    the tensor. Copies that ops within the process have started may still run. So this call waits for these copies, and
+    for the kernels that precede the copies.
     """
     if not tensor.is_cuda:
         return tensor.cpu()

@@ -1,4 +1,4 @@
-"""The interface to a CUDA device, its streams and its events, and its implementation with torch."""
+"""The interface to a CUDA device with its streams and events, and the implementation of this interface with torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Stream(Protocol):
 
 
 class Cuda(Protocol):
-    """The interface to a CUDA device. Tests replace it if there is no GPU."""
+    """The interface to a CUDA device. Tests use a substitute if there is no GPU."""
 
     @property
     def index(self) -> int:
@@ -52,7 +52,7 @@ class Cuda(Protocol):
         """Return the addresses of the runtime's functions, for native code; None if some function is not found."""
 
     def activate(self) -> None:
-        """Make the device the current one of this thread."""
+        """Make this device the current device of this thread."""
 
     def stream(self, priority: int) -> Stream:
         """Return a stream that no other code uses.
@@ -79,25 +79,25 @@ class Cuda(Protocol):
         """Return whether a stream, by default this thread's current stream, is being captured into a graph."""
 
     def enqueue(self, stream: Stream, call: Callable[[], object]) -> None:
-        """Run ``call``, which enqueues torch operations, with a stream as the current one."""
+        """Run ``call``, which enqueues torch operations, while ``stream`` is the current stream."""
 
     def empty_like(self, stream: Stream, tensor: torch.Tensor) -> torch.Tensor:
-        """Allocate in a stream's memory pool a tensor with the shape and dtype of ``tensor``.
+        """Allocate a tensor with the shape and dtype of ``tensor``, in the memory pool of a stream.
 
         :raises torch.OutOfMemoryError: no memory is left.
         """
 
     def share(self, storage: torch.UntypedStorage) -> Shared | None:
-        """Return the record with which one other process maps memory; None for memory that CUDA cannot share."""
+        """Return a record with which one other process can map memory; None for memory that CUDA cannot share."""
 
     def map(self, shared: Shared) -> Mapped | None:
         """Map another process's memory. The call blocks, so do not call this on the event loop.
 
-        :returns: the memory; None if this process does not see the memory's GPU, or CUDA refuses.
+        :returns: the memory; None if this process does not see the memory's GPU, or if CUDA refuses the mapping.
         """
 
     def harmless(self) -> contextlib.AbstractContextManager[None]:
-        """Keep this thread's calls from invalidating another thread's capture (thread-local capture mode)."""
+        """Prevent this thread's calls from invalidating another thread's capture (thread-local capture mode)."""
 
 
 class TorchCuda:
@@ -193,7 +193,7 @@ def no_gpu(device: torch.device) -> str | None:
 
 
 def _why_no_gpu() -> str:
-    """Return torch's error text, which distinguishes outdated and missing drivers; empty without an error."""
+    """Return torch's error text, which distinguishes outdated and missing drivers; empty if there is no error."""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except Exception as error:

@@ -2,8 +2,8 @@
 
 torch counts the processes that have mapped an allocation, and keeps the allocation until the count is zero. torch's
 calls hold the GIL while CUDA maps or unmaps memory, for milliseconds. So this module makes a second mapping without the
-GIL, before torch maps the memory, and removes it after torch has unmapped the memory. CUDA counts the mappings of a
-process, so torch's calls only change the count.
+GIL before torch maps the memory. The module removes this mapping after torch has unmapped the memory. CUDA counts the
+mappings of a process, so torch's calls only change the count.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Shared = tuple[Any, ...]
 _COUNTERS: Final = 10_000
 """The number of counters in each of torch's counter files (``CUDA_IPC_REF_COUNTER_FILE_SIZE``)."""
 _UNUSABLE: Final = (RuntimeError, TypeError, ValueError, IndexError)
-"""The errors of memory that CUDA does not map, and of malformed records."""
+"""The errors that are raised if CUDA cannot map the memory, or if a record is malformed."""
 _PLAIN: Final = b"c"
 """The mark in torch's handles for memory from ``cudaMalloc``."""
 
 
 class Mapped(Protocol):
-    """Memory of another process that is mapped into this one."""
+    """Memory of another process that is mapped into this process."""
 
     storage: UntypedStorage
 
@@ -42,7 +42,7 @@ class TorchMapped:
     """The implementation of :class:`Mapped` with torch."""
 
     def __init__(self, storage: UntypedStorage, index: int, base: int | None) -> None:
-        """Take memory that is already mapped, for a later :meth:`release`.
+        """Store memory that is already mapped, until :meth:`release` unmaps it.
 
         :param index: the number of the memory's GPU in this process.
         :param base: the address of the additional mapping, see :func:`runtime.map_handle`; None if there is none.
@@ -76,7 +76,7 @@ def map_shared(index: int, shared: Shared) -> TorchMapped | None:
     """Map another process's memory. The call blocks, so do not call this on the event loop.
 
     :param index: the device that copies from and to the memory.
-    :returns: the memory; None if this process does not see the memory's GPU, or CUDA refuses.
+    :returns: the memory; None if this process does not see the memory's GPU, or if CUDA refuses the mapping.
     """
     gpu, *exported = shared
     try:
@@ -93,7 +93,7 @@ def map_shared(index: int, shared: Shared) -> TorchMapped | None:
 
 
 def _release_unmapped(exported: list[Any]) -> None:
-    """Lower torch's count of processes, as the end of a mapping does.
+    """Lower torch's count of processes by one, as the release of mapped memory does.
 
     Otherwise the owner would never free the memory.
     """
@@ -117,7 +117,10 @@ def _map(owner: int, exported: list[Any]) -> TorchMapped:
 
 
 def _plain(handle: bytes) -> bytes | None:
-    """Return the CUDA handle in a torch handle, which may begin with a version and a kind; None for other kinds."""
+    """Return the CUDA handle inside a torch handle; None for other kinds of handles.
+
+    A torch handle may begin with a version and a kind.
+    """
     if len(handle) == runtime.HANDLE_BYTES:
         return handle
     return handle[2:] if handle[1:2] == _PLAIN and len(handle) == runtime.HANDLE_BYTES + 2 else None
@@ -125,7 +128,7 @@ def _plain(handle: bytes) -> bytes | None:
 
 @contextlib.contextmanager
 def aside(index: int) -> Iterator[None]:
-    """Make an idle stream current: torch's IPC calls record events, wait for events, and wait for the stream."""
+    """Make an idle stream current. torch's IPC calls record events, wait for events, and wait for this stream."""
     with torch.cuda.device(index), torch.cuda.stream(_nothing(index)):
         yield
 

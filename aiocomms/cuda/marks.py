@@ -1,4 +1,4 @@
-"""Marks in the stream of a calling thread, after which the event loop's thread begins an op.
+"""Marks in CUDA streams. The event loop's thread begins an op after the mark in the stream of the calling thread.
 
 An op waits for all work that was in the caller's stream at the call, and for no later work. So the call records an
 event. The event loop's thread then begins the op with another current stream, the *shadow* of the caller's stream. The
@@ -30,7 +30,7 @@ class CallerMark:
         self._cuda, self._stream, self._event = cuda, stream, event
 
     def begin(self) -> AbstractContextManager[object]:
-        """Make the mark's stream the current one on the thread that begins the op. Call this once."""
+        """Make the mark's stream the current stream of the thread that begins the op. Call this once."""
         if self._event is not None:
             self._stream.wait_event(self._event)
         return self._cuda.on(self._stream)
@@ -41,7 +41,7 @@ class CallerMark:
             self._cuda.current_stream().wait_event(self._event)
 
     def join(self) -> None:
-        """Make this thread's current stream wait for the work of an ended op on the shadow stream."""
+        """Make this thread's current stream wait for the work that an ended op has enqueued on the shadow stream."""
         if self._event is None or self._cuda.capturing():
             return
         end = self._cuda.event()
@@ -50,7 +50,7 @@ class CallerMark:
 
 
 class CallerMarks:
-    """The marks of all calls on one communicator, which any thread may make."""
+    """The marks of all calls on one communicator. Any thread may make such calls."""
 
     def __init__(self, cuda: Cuda) -> None:
         self.cuda: Cuda = cuda

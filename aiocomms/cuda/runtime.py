@@ -76,7 +76,9 @@ class _IpcHandle(ctypes.Structure):
 
 
 def map_handle(handle: bytes) -> int:
-    """Map another process's memory for the current device, or count one more mapping of it. Releases the GIL.
+    """Map another process's memory for the current device.
+
+    If the memory is already mapped, count one more mapping. Releases the GIL.
 
     :param handle: a ``cudaIpcMemHandle_t``.
     :returns: the address, for :func:`unmap`.
@@ -97,7 +99,7 @@ def unmap(address: int) -> None:
 def reach(index: int) -> None:
     """Let the current device access another device's memory, if this is possible.
 
-    Otherwise CUDA copies through the host.
+    If this is not possible, CUDA copies through the host.
     """
     if library().cudaDeviceEnablePeerAccess(ctypes.c_int(index), ctypes.c_uint(0)):
         library().cudaGetLastError()  # This clears the error, which torch would otherwise raise later.

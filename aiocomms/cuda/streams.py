@@ -1,8 +1,8 @@
 """CUDA streams and events on the event loop: queues of awaited events.
 
 This module depends on CUDA, but on no transport. A transport for GPU memory orders its ops with events. When an event
-has fired, this module calls the transport on the event loop's thread. The event loop queries the event in its next
-cycles. Later, a thread sleeps until the event fires, without the GIL.
+has fired, this module calls the transport on the event loop's thread. In its next cycles, the event loop queries the
+event. If the event has not fired by then, a thread sleeps until the event fires. The thread sleeps without the GIL.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from aiocomms.progress.driver import LoopDriver, Promise
 from aiocomms.transport import Capabilities, Transport
 
 SPIN: Final = 30
-"""The number of event-loop cycles in which events are queried before a thread sleeps on them: about 100 µs."""
+"""The number of event-loop cycles in which events are queried before a thread sleeps on them.
+
+The cycles take about 100 µs.
+"""
 
 
 class Completions:
@@ -41,7 +44,7 @@ class Completions:
 
         :param wake: a function, called on any thread, that makes the event loop call :meth:`poll`.
         :param spin: the number of polls without a fired event after which threads sleep on the remaining events. With
-            0, threads sleep after each poll, so that an event loop that polls only after a wake-up misses no event.
+            0, threads sleep after each poll. So an event loop that polls only after a wake-up misses no event.
         :param transport: the transport whose ``progress`` calls :meth:`poll`. The event loop calls ``progress`` after
             each op that a communicator posts. With this argument, the event loop also calls ``progress`` after each
             :meth:`add`, for example by another communicator.
@@ -70,7 +73,7 @@ class Completions:
         return event
 
     def release(self, event: Event) -> None:
-        """Keep for reuse an event that has fired."""
+        """Store an event that has fired, so that :meth:`mark` can use it again."""
         self._pool.append(event)
 
     def add(self, stream: Stream, then: Callable[[], object]) -> Event:
@@ -78,7 +81,7 @@ class Completions:
 
         ``then`` and all objects to which it refers, such as the op and its tensors, stay alive until the call.
 
-        :returns: the event, for other streams to wait for. Do not keep the event after it has fired.
+        :returns: the event, so that other streams can wait for it. Do not keep the event after it has fired.
         """
         event = self.mark(stream)
         key = stream.cuda_stream
@@ -133,7 +136,10 @@ class Completions:
             self._sleepers[key].watch(queue[0][0])
 
     def wait(self) -> None:
-        """Block until all events have fired, and drop them. Call this at the end, not on the event loop's thread."""
+        """Block until all events have fired, then empty the queues.
+
+        Call this when the queues are no longer used, and not on the event loop's thread.
+        """
         for queue in self._queues.values():
             for event, _ in queue:
                 with contextlib.suppress(RuntimeError):  # A broken device does no more work.
@@ -194,8 +200,8 @@ class recorded:  # noqa: N801 - the name reads well in ``await recorded(stream)`
     The call records an event. ``await`` returns when the event has fired, and uses no CPU meanwhile. Cancellation of
     the ``await`` does not affect the stream.
 
-    :param stream: a ``torch.cuda.Stream``; None for the current one.
-    :param cuda: the device; None for torch's current one.
+    :param stream: a ``torch.cuda.Stream``; None for the current stream.
+    :param cuda: the device; None for torch's current device.
     :raises CapturedWorkError: the stream is being captured; a captured event does not fire in a replay.
     """
 
@@ -208,7 +214,7 @@ class recorded:  # noqa: N801 - the name reads well in ``await recorded(stream)`
         self._event.record(self._stream)
 
     def done(self) -> bool:
-        """Return whether the stream has done the work."""
+        """Return whether the stream has done the awaited work."""
         with self._cuda.harmless():
             return self._event.query()
 
