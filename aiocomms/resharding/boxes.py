@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 SPLIT: Final = 4 << 20
-"""The fewest bytes that each rank writes of a box if several ranks hold the box and divide the writing."""
+"""The smallest number of bytes of each rank's part, if several ranks hold a box and divide the writing of this box."""
 
 
 class Box(NamedTuple):
@@ -52,7 +52,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def rest(box: Box, taken: Box) -> Iterator[Box]:
-    """Yield disjoint boxes that together cover ``box`` except for ``taken``, a box within it."""
+    """Yield disjoint boxes that together cover ``box`` without ``taken``, a box within ``box``."""
     for dim, (at, size) in enumerate(zip(*box, strict=True)):
         begin, end = taken.offsets[dim], taken.offsets[dim] + taken.sizes[dim]
         if begin > at:
@@ -107,9 +107,11 @@ def shared(
 
     :param wanted: pairs of a target rank and a box that it needs.
     :param held: pairs of a source rank and a box that it holds. Several ranks may hold the same box.
-    :param itemsize: the bytes of an element in the target's dtype.
-    :param load: the bytes that each source rank already has to write. This call adds the bytes of the new portions.
-    :returns: the portions, and pairs of a target rank and a box that it needs but that no source rank holds.
+    :param itemsize: the size of an element in bytes, in the target's dtype.
+    :param load: the number of bytes that each source rank already has to write. This call adds the bytes of the new
+        portions.
+    :returns: the portions, and pairs of a target rank and a box. The target rank needs this box, but no source rank
+        holds it.
     """
     holders: dict[Box, list[int]] = {}
     for source, box in held:
@@ -131,6 +133,6 @@ def shared(
 
 
 def _part_of(box: Box, holders: int, itemsize: int) -> int:
-    """Return the most elements of a box that one of its holders writes."""
+    """Return the largest number of elements of a box that one holder of the box writes."""
     parts = min(holders, max(1, box.numel * itemsize // SPLIT))
     return -(-box.numel // parts)

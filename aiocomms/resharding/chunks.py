@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
 
 
 class _OnDevice:
-    """A substitute for a communicator in the checks of tensors, which use only its device."""
+    """A substitute for a communicator in the checks of tensors. The checks use only the communicator's device."""
 
     rank, size = 0, 1
     fast_check: Callable[[object, bool], bool] | None = None
@@ -77,7 +77,7 @@ def _chunk_of(name: str, value: Any) -> Chunk:
 def _of_dtensor(name: str, value: Any) -> Chunk:
     """Return this rank's chunk of a DTensor.
 
-    :raises ArgumentError: this rank is not in the mesh, or its part is partial or not contiguous.
+    :raises ArgumentError: this rank is not in the mesh, a placement is partial, or this rank's part is not contiguous.
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -111,7 +111,7 @@ def _check_memory(name: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def _within(name: str, chunk: Chunk) -> Chunk:
-    """Return a chunk with plain ints.
+    """Return a copy of a chunk with plain ints as its shape and offsets.
 
     :raises ArgumentError: the chunk does not lie within its tensor.
     """
@@ -131,10 +131,10 @@ def _within(name: str, chunk: Chunk) -> Chunk:
 
 
 def unchanged(tensors: object, device: torch.device, records: Sequence[ChunkRecord]) -> dict[str, Chunk]:
-    """Return tensors as chunks with their current memory, by name.
+    """Check that tensors are as at the first call, and return them as chunks with their current memory, by name.
 
     :param records: the records of the same tensors at the first call.
-    :raises ArgumentError: a tensor has another shape, dtype or device than before, or no memory.
+    :raises ArgumentError: a tensor has another shape, dtype or device than at the first call, or has no memory.
     """
     chunks = chunks_of(tensors, device)
     for was, now in zip(records, records_of(chunks), strict=True):
@@ -161,7 +161,7 @@ def nbytes_of(record: ChunkRecord) -> int:
 
 
 def view_of(flat: Tensor, record: ChunkRecord) -> Tensor:
-    """Return a tensor that is a view of the part of a byte buffer that holds a chunk."""
+    """Return a view of the part of a byte buffer that holds a chunk. The view has the chunk's dtype and shape."""
     part = flat[record.place : record.place + nbytes_of(record)]
     return part.view(DTYPES[record.dtype]).view(record.sizes)
 

@@ -1,4 +1,7 @@
-"""The common part of sources and targets: each rank runs state machines, and sends messages to its own side."""
+"""The common part of sources and targets.
+
+Each rank runs state machines, and sends messages to the ranks of its own side.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,8 @@ class Party(Handle, ABC):
     """A rank of a source or of a target.
 
     The ranks of a side exchange messages in a lane of their own, with a receive pending for each other rank. A send
-    waits for its receive. So a closed rank receives and drops messages until the other rank is closed, too.
+    does not end before the other rank receives the message. So a closed rank continues to receive messages, and ignores
+    them, until the other rank is closed.
     """
 
     _peers: Mapping[Any, Peer]
@@ -57,7 +61,7 @@ class Party(Handle, ABC):
         self._actions: deque[Action] = deque()
         self._acting = self._closed = self._abandoned = self._hears = False
         self._calling: anyio.CancelScope | None = None
-        """The scope of this rank's own part of ``open``, while that part is under way."""
+        """The cancel scope of the part of ``open`` that this rank runs by itself, while that part is under way."""
         self._called = Bell(self._driver)
 
     @property
@@ -78,7 +82,7 @@ class Party(Handle, ABC):
         """Record that the communicator is lost."""
 
     async def _run_open(self, meet: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run ``meet``, in which the ranks make the same calls of :meth:`_together`.
+        """Run ``meet``. In ``meet``, all ranks make the same calls of :meth:`_together`.
 
         If the task is cancelled, ``meet`` continues in the background, because the other ranks wait for this rank.
         """
@@ -109,7 +113,7 @@ class Party(Handle, ABC):
             raise errors[0]
 
     async def _stop_call(self) -> None:
-        """Cancel this rank's own part of ``open``, and free the endpoint for the next one."""
+        """Cancel the part of ``open`` that this rank runs by itself, and free the endpoint for the next ``open``."""
         while self._calling is not None:
             self._calling.cancel()
             await self._called
@@ -120,10 +124,10 @@ class Party(Handle, ABC):
             await peer.aclose()
 
     async def _together(self, call: Callable[[], Coroutine[Any, Any, Any]], timeout: OpTimeout) -> list[Any]:
-        """Make a call on each rank, and return the results of all ranks.
+        """Call a function on each rank, and return the results of all ranks.
 
-        :raises MoveLostError: the call has failed on another rank.
-        :raises Exception: the call has failed on this rank; all ranks raise.
+        :raises MoveLostError: the function has failed on another rank.
+        :raises Exception: the function has failed on this rank. The other ranks then raise MoveLostError.
         """
         failure: Exception | None = CommError("its task was cancelled")
         result = None
@@ -168,7 +172,7 @@ class Party(Handle, ABC):
                 self._heard(rank, word)
 
     def _act(self, actions: list[Action]) -> None:
-        """Carry out actions in order, together with actions that follow from them."""
+        """Carry out actions in order, and also the actions that result from them."""
         self._actions += actions
         if self._acting:
             return
@@ -180,9 +184,9 @@ class Party(Handle, ABC):
             self._acting = False
 
     def _tell(self, rank: int, word: Word) -> None:
-        """Send a message to a rank of this side. The communicator reports a lost rank.
+        """Send a message to a rank of this side. If the rank is lost, the communicator reports the loss.
 
-        The message has no deadline, because the move has one.
+        The message has no deadline, because the move has a deadline.
         """
         if rank == self._rank:
             self._heard(rank, word)
@@ -191,7 +195,7 @@ class Party(Handle, ABC):
                 self._lane.send_object(WORDS.encode(word), rank, timeout=None).add_done_callback(Work.exception)
 
     async def _leave(self) -> None:
-        """End this rank's tasks, and tell the other ranks of this side that it is closed."""
+        """End this rank's tasks, and tell the other ranks of this side that this rank is closed."""
         self._closed = True
         await self._background.aclose()
         if self._hears:
@@ -202,7 +206,7 @@ class Party(Handle, ABC):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Close this rank's part. Idempotent."""
+        """Close this rank of the source or target. Idempotent."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -224,7 +228,7 @@ async def hear(peer: Peer) -> Word:
 def say(peer: Peer, word: Word) -> None:
     """Send a message to the other end of a connection.
 
-    If the connection is lost, this call raises no error: the connection reports the loss.
+    If the connection is lost, this call raises no error, because the connection reports the loss.
     """
     with contextlib.suppress(CommError):
         peer.send_object(WORDS.encode(word), timeout=None).add_done_callback(Work.exception)

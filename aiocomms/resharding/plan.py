@@ -12,7 +12,7 @@ from aiocomms.resharding.chunks import box_of
 from aiocomms.resharding.words import DTYPES, ChunkRecord, TargetRecord
 
 BLOCK: Final = 4 << 20
-"""The largest size in bytes of a block. A rank packs and writes a block at once."""
+"""The largest size in bytes of a block. A rank packs and writes each block as a whole."""
 _NAMED: Final = 3
 """The largest number of tensors that an error lists."""
 
@@ -34,7 +34,7 @@ class Copy(NamedTuple):
         return self.box.numel * DTYPES[self.chunk.dtype].itemsize
 
     def runs(self) -> tuple[list[int], int]:
-        """Return the byte offsets of the runs in the target rank's buffer, and the size of each run in bytes."""
+        """Return the byte offset of each run in the target rank's buffer, and the size of every run in bytes."""
         itemsize = DTYPES[self.chunk.dtype].itemsize
         starts, run = runs(self.there, self.chunk.sizes)
         return [self.chunk.place + start * itemsize for start in starts], run * itemsize
@@ -50,11 +50,11 @@ class MovePlan(NamedTuple):
     writers: tuple[tuple[int, ...], ...]
     """The source ranks that write to each target rank."""
     nbytes: tuple[int, ...]
-    """The bytes of a version that each source rank writes."""
+    """The number of bytes that each source rank writes for one version."""
 
 
 Owned = dict[str, list[tuple[int, ChunkRecord]]]
-"""The ranks that hold a chunk of a tensor, with the chunk, by the tensor's name."""
+"""The chunks of each tensor, by the tensor's name. Each chunk is in a pair with the rank that holds it."""
 
 
 def planned(rank: int, source: Sequence[Sequence[ChunkRecord]], target: Sequence[TargetRecord]) -> MovePlan:
@@ -98,7 +98,8 @@ def _portions(
 ) -> tuple[list[Portion], str]:
     """Divide one tensor among the source ranks.
 
-    :returns: the portions, and a description of what does not fit, which is empty if everything fits.
+    :returns: the portions, and the reason why the tensor cannot be divided. The reason is empty if the tensor can be
+        divided.
     """
     shape = wanted[0][1].shape
     if not held:

@@ -1,4 +1,4 @@
-"""The protocol that moves a version, as state machines of the ranks.
+"""The protocol that moves a version of the weights. The ranks are state machines.
 
 ::
 
@@ -8,17 +8,17 @@
                   <-Settled--                <-Settled--                  <--Whole----
 
 Rank 0 of the target decides: a version becomes current when all target ranks have the whole version. Until then the old
-version stays current. If a move fails, the buffers of its version are never used again, because late bytes of a lost
-process may arrive at any time. The protocol is a two-phase commit, in which a rank votes for the commit when all bytes
-have arrived (Gray, "Notes on Data Base Operating Systems", 1978).
+version stays current. If a move fails, its buffers are never used again, because late bytes of a lost process may
+arrive at any time. The protocol is a two-phase commit. A rank votes for the commit when all bytes have arrived (Gray,
+"Notes on Data Base Operating Systems", 1978).
 
-A buffer is reused only when no rank reads the version in the buffer. Rank 0 first drops that version itself, so that no
-plan or step with that version begins any more. Then rank 0 asks the other ranks for their buffers, and tells them how
-many steps with that version have begun.
+A buffer is reused only when no rank reads the version in the buffer. Rank 0 drops that version first, so that no plan
+or step with that version begins any more. Then rank 0 asks the other ranks for their buffers, and tells them how many
+steps with that version have begun.
 
-Each transition is a pure function: it takes a state and a message, and returns the next state and the actions to carry
-out. :mod:`aiocomms.resharding.source` and :mod:`aiocomms.resharding.target` carry the actions out. The model checker in
-the tests also does.
+Each transition is a pure function. The function takes a state and a message, and returns the next state and the actions
+to carry out. :mod:`aiocomms.resharding.source` and :mod:`aiocomms.resharding.target` carry the actions out. The model
+checker in the tests also carries the actions out.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ LOST: Final = "lost"
 REFUSED: Final = "refused"
 DIFFERS: Final = "differs"
 LATE: Final = "late"
-"""The kind of failure of a move when a deadline has passed.
+"""The kind of a move's failure if a deadline has passed.
 
 There are three other kinds. ``LOST``: a rank or connection was lost, or the move was given up. ``REFUSED``: the target
-has already had this version or a higher one. ``DIFFERS``: the source ranks have passed different versions.
+has already had this version or a higher version. ``DIFFERS``: the source ranks have passed different versions.
 """
 
 DOUBT: Final = "; it may have become current before that"
-"""The end of an error's message when the answer of target rank 0, which decides, is missing."""
+"""The end of an error's message if there is no answer from target rank 0, which decides whether a version is current.
+"""
 
 
 class Notify(NamedTuple):
@@ -68,7 +69,10 @@ class Offer(NamedTuple):
 
     move: int
     buffer: int
-    """The number of the buffer, which is made if needed. All buffers that the state does not name are dropped."""
+    """The number of the buffer.
+
+    The action makes the buffer if it does not exist. The action drops all buffers that the rank's state does not name.
+    """
     steps: int
 
 
@@ -129,15 +133,21 @@ class TargetRank(NamedTuple):
     missing: frozenset[int] = frozenset()
     """The source ranks that have not written everything yet."""
     gone: int = 0
-    """The number of steps that began with the version that was dropped last, even if the move then failed."""
+    """The number of steps that began with the version that was dropped last.
+
+    The number is kept even if the move then failed.
+    """
 
     def clear(self, word: Clear) -> Next[TargetRank]:
-        """Provide a buffer for a version. If the last move's version is not current, drop it: that move has failed."""
+        """Provide a buffer for a version.
+
+        If the version of the last move is not current, that move has failed, so drop its version.
+        """
         held = tuple(it for it in self.held if it.version == word.keep or it.buffer != self.filling)
         return self._replace(held=held, move=word, filling=None, missing=frozenset(word.writers))._offered()
 
     def _offered(self) -> Next[TargetRank]:
-        """Offer a buffer, once this rank reads only the current version."""
+        """Offer a buffer, if this rank reads no version except the current version."""
         move = self.move
         if move is None or self.filling is not None:
             return self, []
@@ -201,14 +211,17 @@ class TargetLeader(NamedTuple):
     """The highest version of any rank so far."""
     moves: int = 0
     move: Propose | None = None
-    """The proposal of the source, until it is settled."""
+    """The proposal of the source, from its arrival to the end of the move."""
     source: bytes = b""
     cleared: tuple[bytes, ...] = ()
-    """The descriptor of the buffer that each rank offers; empty for a rank that has offered none yet."""
+    """The descriptor of the buffer that each rank offers.
+
+    A descriptor is empty if the rank has not offered a buffer yet.
+    """
     whole: frozenset[int] = frozenset()
     """The ranks that have the whole version."""
     lost: str = ""
-    """The reason why the target is lost; empty if it is not."""
+    """The reason why the target is lost; empty if the target is not lost."""
 
     def propose(self, source: bytes, word: Propose) -> Next[TargetLeader]:
         """Begin a move. The source proposes a move only when it knows the result of its last move."""
@@ -240,7 +253,10 @@ class TargetLeader(NamedTuple):
         return after, actions
 
     def whole_on(self, rank: int, word: Whole) -> Next[TargetLeader]:
-        """Record that a rank has the whole version. When every rank has it, the version becomes current."""
+        """Record that a rank has the whole version.
+
+        When every rank has the whole version, the version becomes current.
+        """
         if self.move is None or word.move != self.moves:
             return self, []
         whole = self.whole | {rank}
@@ -255,13 +271,13 @@ class TargetLeader(NamedTuple):
         return self._give_up(LOST, word.why) if word.move == self.moves else (self, [])
 
     def withdraw(self, word: Withdraw) -> Next[TargetLeader]:
-        """Give the version up at the source's request, unless the version is already current."""
+        """End the move at the source's request, unless the version is already current."""
         if self.move is None or word.call != self.move.call:
             return self, []
         return self._give_up(word.kind, f"{word.why}; {self.waits_for()}")
 
     def lose(self, why: str) -> Next[TargetLeader]:
-        """Record that the target's communicator is lost: further moves fail."""
+        """Record that the target's communicator is lost, so that further moves fail."""
         after, actions = self._give_up(LOST, why)
         return after._replace(lost=self.lost or why), actions
 
@@ -275,7 +291,7 @@ class TargetLeader(NamedTuple):
         return self._replace(move=None), [_to_source(Settled(self.move.call, kind, why))]
 
     def waits_for(self) -> str:
-        """Return what the pending move waits for, as text for an error of the source."""
+        """Return a text about what the pending move waits for. The source's error contains this text."""
         using = [rank for rank in range(self.ranks) if not self.cleared[rank]]
         if not self.cleared[0]:
             return "target rank 0 still uses the version before the current one"
@@ -295,7 +311,7 @@ class SourceRank(NamedTuple):
     """The number of the rank's last call of ``move``."""
     phase: Literal["idle", "entered", "writing", "written", "faltered"] = "idle"
     early: tuple[Settled, ...] = ()
-    """The results of calls that this rank has not made yet, because another rank gave the call up before."""
+    """The results of calls that this rank has not made yet. Another rank has already given up these calls."""
     lost: str = ""
 
     def start(self, version: int) -> Next[SourceRank]:
@@ -323,7 +339,7 @@ class SourceRank(NamedTuple):
         return self._replace(phase="written"), [Notify("target", rank, Written(move)) for rank in self.targets]
 
     def falter(self, kind: str, why: str) -> Next[SourceRank]:
-        """Give the move up: the call was cancelled, its deadline has passed, or a connection or a conversion failed."""
+        """Give up the move, because of a cancellation, a missed deadline, or a failed connection or conversion."""
         if self.phase in ("idle", "faltered"):
             return self, []
         return self._replace(phase="faltered"), [Stop(), Notify("source", 0, Falter(self.call, kind, why))]
@@ -354,12 +370,18 @@ class SourceLeader(NamedTuple):
     """The ranks that have called ``move``, and their versions."""
     phase: Literal["gathering", "proposed", "withdrawn"] = "gathering"
     kind: str = LOST
-    """The kind of the failure for which the version was withdrawn."""
+    """The kind of the failure that made the source withdraw the version."""
     closed: str = ""
-    """The reason why all further moves fail: a rank was closed; empty if none was."""
+    """The reason why all further moves fail, which is that a rank was closed.
+
+    The text is empty if no rank was closed.
+    """
 
     def enter(self, rank: int, word: Enter) -> Next[SourceLeader]:
-        """Record that a rank has called ``move``. When every rank has called it, propose the version to the target."""
+        """Record that a rank has called ``move``.
+
+        When every rank has called ``move``, propose the version to the target.
+        """
         if word.call != self.call:
             return self, []
         if self.closed:
@@ -377,7 +399,7 @@ class SourceLeader(NamedTuple):
     def falter(self, word: Falter) -> Next[SourceLeader]:
         """Record that a rank has given up the move.
 
-        If the target already uses the version, the target's answer says so.
+        If the target already uses the version, the answer of the target says so.
         """
         if word.call != self.call or self.phase == "withdrawn":
             return self, []
@@ -390,7 +412,7 @@ class SourceLeader(NamedTuple):
         return self._settle(word.kind, word.why + called)
 
     def closed_by(self, rank: int) -> Next[SourceLeader]:
-        """Record that a rank was closed, after it has given up its own call."""
+        """Record that a rank was closed. That rank has given up its own call before."""
         after = self._replace(closed=self.closed or f"source rank {rank} was closed")
         return after._settle(LOST, after.closed) if self.entered and self.phase == "gathering" else (after, [])
 

@@ -1,4 +1,4 @@
-"""The source: the side that has new weights, whose ranks write them into the buffers of a target."""
+"""The source: the side that has new weights. The ranks of the source write the weights into the buffers of a target."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _ERRORS: Final[dict[str, type[CommError]]] = {
     LOST: MoveLostError, REFUSED: ArgumentError, DIFFERS: MismatchError, LATE: MoveTimeoutError
 }  # fmt: skip
 _LATER: Final = 1.0
-"""The extra seconds that ranks other than 0 wait, so that they get rank 0's error, which names the late ranks."""
+"""The extra seconds for which ranks other than 0 wait for rank 0's error, because that error names the late ranks."""
 
 
 class Source(Party):
@@ -85,13 +85,13 @@ class Source(Party):
         super().__init__(comm, "source")
         self._here, self._tensors, self._convert = here, tensors, convert
         self._peers: dict[int, Peer] = {}
-        """The connections to the target ranks that this rank writes to; rank 0 also connects to target rank 0."""
+        """The connections to the target ranks that this rank writes to. Rank 0 is also connected to target rank 0."""
         self._version = self._asked = 0
         self._returned: Return | None = None
         self._cause: BaseException | None = None
-        """The error of this rank that made the last move fail."""
+        """The error on this rank that made the last move fail."""
         self._gone = ""
-        """The reason why target rank 0 is unreachable; empty if it is reachable."""
+        """The reason why target rank 0 is unreachable; empty if target rank 0 is reachable."""
         self._writing: anyio.CancelScope | None = None
         self._news = Bell(self._driver)
 
@@ -111,13 +111,14 @@ class Source(Party):
         :param comm: the communicator of the ranks that have the weights.
         :param tensors: this rank's parts of the weights, by name. Each is a whole tensor, a DTensor or a
             :class:`Chunk`. All must be dense and on the endpoint's device. Together the ranks must hold everything that
-            the target needs, and may hold more. Each move reads the values that the tensors have at that time.
+            the target needs, and may hold more. Each move reads the values that the tensors have at the time of the
+            move.
         :param here: an endpoint of this rank that only this source uses. Keep the endpoint open as long as the source.
         :param address: the :attr:`Target.address`; only the value on rank 0 is used.
-        :param convert: ``convert(name, part, dtype)`` returns ``part``, a part of tensor ``name``, in the target's
-            ``dtype``. The function runs in a thread, on parts of any shape, so the function must work elementwise. If
-            None, torch converts and rounds the values.
-        :param timeout: the deadline of each phase in seconds; None: no deadline. The default is the
+        :param convert: a function ``convert(name, part, dtype)``. It returns ``part``, a part of the tensor ``name``,
+            in the target's ``dtype``. The function runs in a thread, on parts of any shape, so the function must work
+            elementwise. If None, torch converts and rounds the values.
+        :param timeout: the deadline of each phase of this call in seconds; None: no deadline. The default is the
             communicator's timeout.
         :raises ArgumentError: an argument is wrong, the source lacks elements that the target needs, or the whole shape
             of a tensor differs between ranks of either side.
@@ -135,7 +136,7 @@ class Source(Party):
         return self
 
     async def _meet(self, address: bytes, timeout: OpTimeout) -> None:
-        """Exchange inventories with the target and the other ranks, plan, and connect."""
+        """Exchange inventories with the target and the other ranks, compute the plan, and connect to the target."""
         number = clock.token_bytes(16)
 
         async def inquire() -> tuple[bytes, bytes, bytes]:
@@ -161,7 +162,7 @@ class Source(Party):
             self._background.start(self._hear_target)
 
     async def _inquire(self, address: bytes, number: bytes, timeout: OpTimeout) -> bytes:
-        """Return the encoded inventory of the target, from its rank 0."""
+        """Ask target rank 0 for the target's inventory, and return the encoded inventory."""
         peer = self._peers[0] = await self._here.connect(address, timeout=timeout)
         say(peer, Inquire(number))
         work, answered = peer.recv_object(timeout=timeout), Promise(self._driver)
@@ -201,16 +202,16 @@ class Source(Party):
     # -------------------------------------------------------------------------------------------------------- moving
 
     async def move(self, version: int, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
-        """Move the values to the target as a new version. After the return, the target's next step uses that version.
+        """Move the values to the target as a new version. After this call, the target's next step uses that version.
 
         Collective. Do not change the tensors during the call. If the call fails or is cancelled on one rank, the call
         fails on all ranks, and the target keeps its current version.
 
         :param version: a number above every version that the target has had.
         :param timeout: the deadline in seconds; None: no deadline. The default is the communicator's timeout.
-        :raises ArgumentError: the version is not above all earlier ones. All ranks raise this error, and nothing was
-            written. Or a tensor of this rank has another shape, dtype or device than before, or no memory. In this
-            case the other ranks raise MoveLostError.
+        :raises ArgumentError: the version is not above all earlier versions. All ranks raise this error, and nothing
+            was written. The error is also raised if a tensor of this rank has another shape, dtype or device than at
+            the opening, or has no memory. In this case the other ranks raise MoveLostError.
         :raises MismatchError: the ranks' versions differ; nothing was written.
         :raises MoveTimeoutError: the deadline has passed on a rank; the message says what the move waited for.
         :raises MoveLostError: a rank of either side was lost, closed or cancelled, or ``convert`` has raised an error;
@@ -254,7 +255,10 @@ class Source(Party):
             await self._news
 
     async def _give_up(self, kind: str, why: str) -> None:
-        """End the move on all ranks, and wait until it has ended. If other ranks do not answer, wait some seconds."""
+        """End the move on all ranks, and wait until it has ended.
+
+        If other ranks do not answer, stop waiting for them after some seconds.
+        """
         self._falter(kind, why)
         seconds = CLOSE_GRACE + (_LATER if self._rank else 0.0)
         with anyio.move_on_after(seconds):
@@ -376,7 +380,7 @@ class Source(Party):
 
 
 def first(error: BaseException) -> BaseException:
-    """Return the first error of a group."""
+    """Return the first error of an exception group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

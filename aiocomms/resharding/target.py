@@ -74,7 +74,7 @@ class Target(Party):
         self._leader = TargetLeader(comm.size, None, version)
         self._switched = Bell(self._driver)
         self._peers: dict[tuple[bytes, int], Peer] = {}
-        """The connections to source ranks, by the number of the source and the rank."""
+        """The connections to source ranks. The key of a connection is the number of the source and the rank."""
         self._speaker: tuple[bytes, Peer] | None = None
         """The number of the source that moves versions, and the connection to its rank 0."""
         self._failure: CommError | None = None
@@ -91,9 +91,9 @@ class Target(Party):
     ) -> Self:
         """Prepare the ranks of a server for moves of new weights from a source. Collective.
 
-        The call copies the values. The server reads the copies through :meth:`step`, or through :meth:`pin` and
-        :meth:`at`. The target needs twice the memory of the tensors: once for the current version and once for the next
-        version.
+        The call copies the values of the tensors. The server reads the copies through :meth:`step`, or through
+        :meth:`pin` and :meth:`at`. The target needs twice the memory of the tensors: once for the current version and
+        once for the next version.
 
         :param comm: the communicator of the server's ranks.
         :param tensors: this rank's parts of the weights, by name. Each is a whole tensor, a DTensor or a
@@ -147,7 +147,10 @@ class Target(Party):
 
     @property
     def version(self) -> int | None:
-        """The current version on rank 0, and the newest complete version on any other rank; None if there is none."""
+        """The current version on rank 0; on any other rank, the newest version that is complete there.
+
+        None if there is no such version.
+        """
         if self._rank == 0:
             return self._leader.current
         return max((it.version for it in self._state.held), default=None)
@@ -182,7 +185,7 @@ class Target(Party):
         """Keep the current version unchanged until the ``async with`` block ends. Call this method on rank 0.
 
         Send ``weights.version`` to the other ranks, for example in a plan. The other ranks read this version through
-        :meth:`at`. The call waits until there is a version.
+        :meth:`at`. The call waits until there is a current version.
 
         :raises ArgumentError: this rank is not rank 0.
         :raises CommError: the communicator is lost or closed.
@@ -197,8 +200,8 @@ class Target(Party):
         """Read a version that rank 0 has pinned: ``with target.at(version) as weights``. The call does not communicate.
 
         :param version: the pinned version of rank 0.
-        :raises ArgumentError: this rank does not hold the version: the version was never current, or rank 0 no longer
-            pins it.
+        :raises ArgumentError: this rank does not hold the version, because the version was never current or because
+            rank 0 no longer pins it.
         """
         self._check("at")
         if not self._state.holds(version):
@@ -213,7 +216,7 @@ class Target(Party):
             self._release(version)
 
     async def _current(self) -> int:
-        """Wait until there is a current version on rank 0, and return it."""
+        """Wait until there is a current version on rank 0, and return this version."""
         while self._leader.current is None:
             if self._failure is not None:
                 raise self._failure.about(op="step", rank=self._rank)
@@ -385,7 +388,7 @@ class _Step:
             self.begin(work.result())
 
     def begin(self, version: int) -> None:
-        """Begin the step, unless it has begun."""
+        """Begin the step, if it has not begun yet."""
         if self._begun:
             return
         self._target._begin_step(version)

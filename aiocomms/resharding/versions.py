@@ -18,10 +18,10 @@ from aiocomms.resharding.words import ChunkRecord
 
 
 class Weights(Mapping[str, Tensor]):
-    """A version of the weights: this rank's chunks by name. A program must not write to them.
+    """A version of the weights: this rank's chunks by name. A program must not write to the chunks.
 
-    The values stay unchanged within the ``with`` block that returned them. After the block, the same memory may hold
-    another version of the weights.
+    The values stay unchanged within the ``with`` block that provides this object. After the block, the same memory may
+    hold another version of the weights.
     """
 
     version: int
@@ -53,7 +53,10 @@ class VersionMemory:
         self._tensors: dict[int, dict[str, Tensor]] = {}
 
     async def make(self, number: int) -> None:
-        """Make a buffer if none has that number. A thread allocates its memory, because this touches all pages."""
+        """Make the buffer with this number, if it does not exist.
+
+        A thread allocates the memory, because the allocation touches all pages.
+        """
         if number in self._regions:
             return
         flat, tensors = await run_in_thread(self._allocated)
@@ -87,7 +90,10 @@ class VersionMemory:
         return self._regions[number].descriptor
 
     def drop(self, named: set[int]) -> list[Region]:
-        """Forget all buffers except the named ones, and return their regions, which the caller must revoke."""
+        """Remove all buffers that are not in ``named``, and return the regions of the removed buffers.
+
+        The caller must revoke these regions.
+        """
         for number in self._tensors.keys() - named:
             del self._tensors[number]
         return [self._regions.pop(number) for number in self._regions.keys() - named]

@@ -1,7 +1,7 @@
 """Messages that the ranks of a source and of a target exchange to move a version.
 
-Messages between the sides use the connections of endpoints. Messages within a side use a lane of its communicator. Rank
-0 of each side represents the side.
+Messages between the sides use the connections of endpoints. Messages within a side use a lane of the side's
+communicator. Rank 0 of each side represents the side.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from aiocomms.ops import checks
 DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in checks.DTYPES}
 """The dtypes, by their names in messages."""
 LONGEST: Final = 64 << 20
-"""The largest number of bytes of a message: an inventory describes each chunk of each target rank."""
+"""The largest size of a message in bytes.
+
+An inventory can be large, because it describes each chunk of each target rank.
+"""
 
 
 class ChunkRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -32,7 +35,7 @@ class ChunkRecord(msgspec.Struct, frozen=True, array_like=True):
     """The byte offset of the chunk in each buffer of a target rank."""
 
     def makes_sense(self) -> bool:
-        """Return whether the record is consistent: a known dtype, and a box within the tensor."""
+        """Return whether the record is consistent: the dtype is known, and the box lies within the tensor."""
         lengths = {len(self.shape), len(self.offsets), len(self.sizes)}
         if self.dtype not in DTYPES or self.place < 0 or len(lengths) > 1:
             return False
@@ -58,7 +61,7 @@ class Inquire(msgspec.Struct, frozen=True, tag=0, array_like=True):
 
 
 class Present(msgspec.Struct, frozen=True, tag=1, array_like=True):
-    """An introduction of a source rank to a target rank."""
+    """A message in which a source rank introduces itself to a target rank."""
 
     source: bytes
     rank: int
@@ -80,7 +83,7 @@ class Written(msgspec.Struct, frozen=True, tag=3, array_like=True):
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=4, array_like=True):
-    """A notice of source rank 0 to target rank 0 that the source gives up a version."""
+    """A notice of source rank 0 to target rank 0 that the source gives up the move of a version."""
 
     call: int
     kind: str
@@ -103,21 +106,21 @@ class Known(msgspec.Struct, frozen=True, tag=6, array_like=True):
 
 
 class Admit(msgspec.Struct, frozen=True, tag=7, array_like=True):
-    """The buffers for a version. Source rank 0 also sends this message to the other source ranks."""
+    """A message with the buffers for a version. Source rank 0 also sends this message to the other source ranks."""
 
     call: int
     move: int
-    """The number of the move, unique at the target."""
+    """The number of the move, which is unique at the target."""
     descriptors: tuple[bytes, ...]
     """The descriptor of each target rank's buffer."""
 
 
 class Settled(msgspec.Struct, frozen=True, tag=8, array_like=True):
-    """The end of a move. Source rank 0 also sends this message to the other source ranks."""
+    """A message that says that a move has ended. Source rank 0 also sends this message to the other source ranks."""
 
     call: int
     kind: str = ""
-    """The kind of the failure, if the old version stays current; empty if the new one is current."""
+    """The kind of the failure, if the old version stays current; empty if the new version is current."""
     why: str = ""
 
 
@@ -133,7 +136,10 @@ class Clear(msgspec.Struct, frozen=True, tag=9, array_like=True):
     keep: int | None
     """The current version, or None."""
     steps: int
-    """The number of steps that rank 0 has begun with the previous version. Each rank begins the same number."""
+    """The number of steps that rank 0 has begun with the previous version.
+
+    Each rank begins the same number of steps with that version.
+    """
     writers: tuple[int, ...]
 
 
@@ -181,7 +187,7 @@ class Falter(msgspec.Struct, frozen=True, tag=14, array_like=True):
 
 
 class RankClosed(msgspec.Struct, frozen=True, tag=15, array_like=True):
-    """The last message of a rank to another rank of its side: the sender is closed."""
+    """The last message of a rank to another rank of its side, which says that the sender is closed."""
 
 
 Word = (

@@ -1,4 +1,4 @@
-"""Writes of one source rank: copies into memory shared with a target rank, and puts to other target ranks."""
+"""The writes of one source rank: copies into memory that it shares with target ranks, and puts to other ranks."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ from aiocomms.resharding.words import DTYPES
 Convert = Callable[[str, Tensor, torch.dtype], Tensor]
 """The type of a function that gets a tensor's name, a part of the tensor and a dtype, and converts the part."""
 AT_ONCE: Final = 2
-"""The number of blocks that are put at once, each with its own memory. One block is packed while another is sent."""
+"""The number of blocks that are put at the same time.
+
+Each block has its own memory. So one block is packed while another block is sent.
+"""
 TOGETHER: Final = 8
-"""The number of blocks that one call in a thread copies: a few milliseconds of work."""
+"""The number of blocks that one call in a thread copies. Such a call takes a few milliseconds."""
 _IN_THREAD: Final = 64 << 10
-"""The least size in bytes of a block that a thread packs."""
+"""The smallest size in bytes of a block that a thread packs."""
 
 
 async def write(
@@ -47,7 +50,7 @@ async def write(
 
     :param copies: the copies to write.
     :param chunks: this rank's chunks, by name.
-    :param buffers: the connection with each target rank, and the descriptor of its buffer of bytes.
+    :param buffers: the connection with each target rank, and the descriptor of that rank's buffer of bytes.
     :param convert: a function that converts a part to the target's dtype; None to use torch's conversion.
     :raises MoveLostError: a connection is lost, or a buffer is gone. The message names the target rank.
     :raises Exception: an error of ``convert``.
@@ -83,7 +86,7 @@ def _to(target: int) -> Iterator[None]:
 
 
 def _converted(copy: Copy, tensor: Tensor, convert: Convert | None) -> Tensor:
-    """Return the part of a tensor that a copy reads, converted if there is a ``convert``."""
+    """Return the part of a tensor that a copy reads. If there is a ``convert``, convert the part."""
     part, dtype = tensor[copy.box.slices()], DTYPES[copy.chunk.dtype]
     if convert is None:
         return part
