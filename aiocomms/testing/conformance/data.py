@@ -27,7 +27,7 @@ CARRIED_ONLY = (
 )
 """The dtypes that reductions refuse.
 
-This list repeats the library's list, so the checks compare the two lists.
+This list repeats the library's list, so that the checks can compare the two lists.
 """
 REDUCED_DTYPES = tuple(dtype for dtype in ALL_DTYPES if dtype not in CARRIED_ONLY)
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
@@ -41,11 +41,14 @@ Their sizes are 0, 1, primes, powers of two, and sizes that no number of ranks d
 """
 
 LARGE = (40_009,)
-"""A prime number of elements, which is more than any transport sends in one piece."""
+"""A shape with a prime number of elements. No transport sends so many elements in one piece."""
 
 _POISON = 0xA5
 _GUARD = 3
-"""The guard elements on each side of a tensor: an odd number, so that only the element size aligns the tensor."""
+"""The number of guard elements on each side of a tensor.
+
+The number is odd, so that only the element size aligns the tensor.
+"""
 
 
 class WrongData(AssertionError):  # noqa: N818 - the name explains the failure in every trace
@@ -56,7 +59,7 @@ class WrongData(AssertionError):  # noqa: N818 - the name explains the failure i
 
 
 def forget() -> None:
-    """Forget the contents and results of a check that has ended."""
+    """Drop the cached contents and results of a check that has ended."""
     for function in (bits, numbers, _reduced):
         function.cache_clear()
 
@@ -65,7 +68,7 @@ def forget() -> None:
 def bits(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object) -> Tensor:
     """Return random bit patterns, including NaNs, for operations that only move data. Do not change the tensor.
 
-    :param key: the values that, with the seed, decide the content. They are the same on every rank.
+    :param key: the values that, with the seed, decide the content. These values are the same on every rank.
     """
     pool = _bools(seed) if dtype == torch.bool else _bits(seed)
     nbytes = math.prod(shape) * dtype.itemsize
@@ -79,7 +82,7 @@ def bits(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object) ->
 def numbers(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object) -> Tensor:
     """Return random numbers: integers of the dtype's whole range, or floats with magnitudes from 1/2 to 2 and any sign.
 
-    :param key: the values that, with the seed, decide the content. They are the same on every rank.
+    :param key: the values that, with the seed, decide the content. These values are the same on every rank.
     """
     if not (dtype.is_floating_point or dtype.is_complex):
         return bits(seed, dtype, shape, *key)
@@ -189,16 +192,19 @@ def checksum(tensor: Tensor) -> int:
 
 
 class ExpectedResult(NamedTuple):
-    """A result, and the tolerance: the largest difference of each element. None allows no difference."""
+    """A result, and the tolerance: the largest allowed difference of each element.
+
+    If the tolerance is None, no difference is allowed.
+    """
 
     value: Tensor
     allowance: Tensor | None
 
 
 def reduced(op: ReduceOp, tensors: Sequence[Tensor], rounds_each_step: bool = False) -> ExpectedResult:
-    """Reduce one tensor per rank with torch.
+    """Return the result of a reduction of one tensor per rank, as torch computes it.
 
-    Sums and products may be taken in any order, but float16 and bfloat16 are accumulated in float32.
+    The tolerance allows sums and products in any order, with float16 and bfloat16 accumulated in float32.
 
     :param rounds_each_step: True if float16 and bfloat16 may be rounded after each rank's contribution.
     """
@@ -225,7 +231,7 @@ def _reduced(op: ReduceOp, tensors: tuple[Tensor, ...], rounds_each_step: bool) 
 
 
 def of_none(op: ReduceOp, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return the result of a reduction of no tensors."""
+    """Return the result of a reduction without any tensors."""
     least, most = -math.inf, math.inf
     if not (dtype.is_floating_point or dtype.is_complex):
         least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)

@@ -26,7 +26,7 @@ from aiocomms.testing.conformance.test_idle import expect_silence
 
 SHAPE = (6,)
 SHORT = 0.1
-"""A deadline, in seconds."""
+"""A short deadline, in seconds."""
 
 
 def waiting(comm: Any, tag: int = 0) -> list[Work[Any]]:
@@ -172,7 +172,7 @@ async def test_recv_any_past_its_deadline_fails_alone(comm: Communicator, case: 
 
 @ranks(3)
 async def test_recv_any_fails_only_if_all_its_sources_have_closed(comm: Communicator, case: Case) -> None:
-    """An op goes on while one of its sources is open. If all sources have closed, the op and later calls fail."""
+    """An op continues while one of its sources is open. If all sources have closed, the op and later calls fail."""
     case.need_arrivals()
     other = await case.open("other")
     await other.barrier()

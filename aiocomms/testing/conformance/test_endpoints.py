@@ -213,7 +213,7 @@ async def test_leased_blocks_are_read_filled_and_given_back(comm: Communicator, 
 
 
 async def use_leases(comm: Communicator, here: Endpoint, content: torch.Tensor) -> None:
-    """Do rank 0's part: use each lease from rank 1. The ``meta`` of a lease tells how."""
+    """Do rank 0's part: use each lease from rank 1. The ``meta`` of a lease says how rank 0 uses the lease."""
     leases = here.handed()
     async with await anext(leases) as handed:
         assert (handed.meta, len(handed)) == ("read", 3)
@@ -341,7 +341,7 @@ async def test_wrong_expired_or_dead_address_is_refused_by_connect(comm: Communi
 @pytest.mark.memory
 @ranks(2)
 async def test_simultaneous_connects_form_one_connection(comm: Communicator, case: Case) -> None:
-    """Both peers connect at once, several times each, and share one connection."""
+    """Both peers connect at the same time, several times each, and share one connection."""
     async with connected(comm, case) as (here, peer):
         transport, device = case.place.transport, case.place.device
         for _ in range(4):

@@ -1,4 +1,4 @@
-"""Messages between two ranks: content, tags, order of matching, wrong sizes, many messages at once, batches."""
+"""Messages between two ranks: content, tags, order of matching, wrong sizes, many concurrent messages, batches."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ async def test_recv_of_another_size_fails_and_the_next_message_arrives(
 ) -> None:
     """The receive fails, and its buffer holds the part of the message that fits.
 
-    The send succeeds, and the next message is right.
+    The send succeeds, and the next message has the right content.
     """
     case.need("p2p")
     sent, room = sizes
@@ -231,7 +231,7 @@ async def test_concurrent_tasks_with_their_own_tags_stay_apart(comm: Communicato
 
 @ranks(2, 3)
 async def test_messages_never_match_collectives_or_objects(comm: Communicator, case: Case) -> None:
-    """Messages of tensors, of collectives and of objects never match each other, whatever the tag."""
+    """Messages of tensors, of collectives and of objects never match each other, with any tag."""
     case.need_any_order()
     right, left = neighbours(comm)
     slots = {tag: case.empty(torch.uint8, (256,)) for tag in range(4)}
@@ -254,7 +254,7 @@ async def test_messages_never_match_collectives_or_objects(comm: Communicator, c
 async def test_batch_exchanges_tensors_with_every_rank(comm: Communicator, case: Case) -> None:
     """Every rank exchanges tensors with every other rank.
 
-    The result lists the tensors in the order of their addition.
+    The result lists the tensors in the order in which they were added.
     """
     case.need("p2p")
     others = [r for r in range(comm.size) if r != comm.rank]

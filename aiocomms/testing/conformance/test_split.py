@@ -18,7 +18,7 @@ SHAPE = (6,)
 
 
 async def split(comm: Communicator, case: Case, ranks: list[int], name: str | None = None) -> Communicator:
-    """Split the communicator, and let the case verify that the child is closed."""
+    """Split the communicator. The test case later verifies that the child is closed."""
     child = await comm.split(ranks, name)
     assert child is not None
     case.opened.append(child)
@@ -89,7 +89,7 @@ async def test_split_orders_its_ranks_as_given(comm: Communicator, case: Case) -
 @pytest.mark.fault(136)
 @ranks(3, more=(2, 7))
 async def test_create_group_by_its_members_alone_forms_a_communicator(comm: Communicator, case: Case) -> None:
-    """The other ranks take no part. A second group of the same name is another communicator."""
+    """The other ranks take no part. A second group of the same name is a different communicator."""
     members = [comm.size - 1, 0]
     for _ in range(2) if comm.rank in members else ():
         child = await comm.create_group(members, "some of them")
@@ -110,7 +110,7 @@ async def test_create_group_by_its_members_alone_forms_a_communicator(comm: Comm
 @pytest.mark.memory
 @ranks(3, more=(2, 4, 7))
 async def test_several_splits_form_concurrently(comm: Communicator, case: Case) -> None:
-    """Several child communicators form at once, independently of each other.
+    """Several child communicators form at the same time, independently of each other.
 
     A rank may belong to no child communicator.
     """
@@ -153,7 +153,7 @@ async def test_collectives_of_a_child_in_reversed_order_are_right(comm: Communic
 
 @ranks(3, more=(2,))
 async def test_ops_of_parent_and_children_stay_apart(comm: Communicator, case: Case) -> None:
-    """Three communicators use the same tags and the same collectives at once."""
+    """Three communicators use the same tags and the same collectives at the same time."""
     case.need_any_order()
     everyone = list(range(comm.size))
     comms = [comm, await split(comm, case, everyone), await split(comm, case, everyone)]

@@ -67,7 +67,7 @@ class _Worker:
             await self._came.wait()
 
     def _listen(self) -> None:
-        """Read the pipe. This runs in a separate thread, which can read while the loop is busy."""
+        """Read the pipe. This method runs in a separate thread, which can read while the loop is busy."""
         try:
             while True:
                 self._loop.call_threadsafe(self._take, self._pipe.recv())

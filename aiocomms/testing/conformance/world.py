@@ -1,4 +1,4 @@
-"""The interface of a world, which runs a check on every rank, and the verdict from the ranks' outcomes."""
+"""The interface of a world, which runs a check on every rank, and the function that judges a check by its outcomes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from aiocomms.testing.conformance.case import Outcome, Place, Span
 from aiocomms.testing.conformance.rank import Request
 
 GRACE = 0.3
-"""Seconds for which the other ranks may continue, and fail by themselves, after one rank has failed."""
+"""The seconds for which the other ranks may continue, and fail by themselves, after one rank has failed."""
 
 STOP = 3.0
-"""Seconds in which a check must end after it was stopped."""
+"""The seconds within which a check must end after it was stopped."""
 
 BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
     "asyncio": ("asyncio", {"use_uvloop": False}),
     "uvloop": ("asyncio", {"use_uvloop": True}),
     "trio": ("trio", {}),
 }
-"""anyio's backend and backend options for each loop."""
+"""anyio's backend and backend options for each kind of event loop."""
 
 
 class World(ABC):

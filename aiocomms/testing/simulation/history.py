@@ -1,4 +1,7 @@
-"""The functions ``simulate``, which runs one history of a program, and ``explore``, which finds a failing history."""
+"""The functions ``simulate``, which runs one history of a program, and ``explore``, which finds a failing history.
+
+A history is one simulated run.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,11 @@ def simulate(
     :param program: an async function that each rank runs. In this function ``aiocomms.new_comm()`` forms the
         communicator.
     :param ranks: the number of ranks.
-    :param seed: the seed of all random decisions; or the text of a seed from the notes of a failed history's error.
+    :param seed: the seed of all random decisions; or the text of a seed, which the notes of a failed history's error
+        contain.
     :param faults: the faults to inject; None: no faults.
-    :param latency: the least and the greatest latency of a message, in seconds.
-    :param longest: the virtual seconds that the history may take.
+    :param latency: the smallest and the largest latency of a message, in seconds.
+    :param longest: the largest duration of the history, in virtual seconds.
     :returns: the record of the history.
     :raises SimulationError: a rank waits without end, makes a call that cannot be simulated, or leaves a communicator
         open.
@@ -49,9 +53,9 @@ def explore(
 ) -> int:
     """Run a program with many seeds until a history fails, and reduce the faults of this history.
 
-    A history is one simulated run. The search leaves out faults as long as the history fails with the same type of
-    error. Then the search halves durations, such as those of pauses, in the same way. The notes of the error name the
-    seed with which :func:`simulate` repeats the reduced history.
+    A history is one simulated run. The search removes faults as long as the history fails with the same type of error.
+    Then the search halves durations, such as those of pauses, in the same way. The notes of the error name the seed
+    with which :func:`simulate` repeats the reduced history.
 
     :param seeds: the seeds, or the number of seeds. The other parameters are those of :func:`simulate`.
     :returns: the number of histories, if none has failed.

@@ -1,4 +1,4 @@
-"""The lines of a simulated program where its tasks wait, or where it makes a refused call."""
+"""The lines of a simulated program where its tasks wait, or where it makes a call that the simulation refuses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def line(frame: FrameType) -> str:
 
 
 def waits_at(coroutine: Any) -> str:
-    """Return the innermost line of the program in a suspended coroutine.
+    """Return the innermost line of the program at which a suspended coroutine waits.
 
     If the coroutine has no line of the program, return the innermost line of any code, or an empty text.
     """

@@ -31,7 +31,7 @@ _EVENTS: Final = {
     "subprocess.Popen": "another process",
     "time.sleep": "a sleep that blocks",
 }
-"""The refused events of :func:`sys.addaudithook`, and their names in errors."""
+"""The refused events of :func:`sys.addaudithook`, and their names in error messages."""
 
 _Function = Callable[..., Any]
 
@@ -62,7 +62,7 @@ def watched() -> bool:
 
 @contextmanager
 def calls_audited() -> Iterator[None]:
-    """Refuse, within the context, also the calls for which Python raises no audit event."""
+    """Refuse also the calls for which Python raises no audit event, within the context."""
     with ExitStack() as stack:
         for owner, name, replacement in _UNHEARD:
             function = getattr(owner, name)
@@ -72,7 +72,7 @@ def calls_audited() -> Iterator[None]:
 
 
 def _heard(event: str) -> Callable[[_Function], _Function]:
-    """Return a decorator that handles each call of a function as an audit event."""
+    """Return a decorator that treats each call of a function as an audit event."""
 
     def replacement(function: _Function) -> _Function:
         def call(*args: Any, **kwargs: Any) -> Any:

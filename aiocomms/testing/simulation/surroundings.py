@@ -35,12 +35,12 @@ def outside_the_loop() -> Iterator[None]:
 
 @contextmanager
 def _generators_end(running: Callable[[], Timeline | None]) -> Iterator[None]:
-    """End a forgotten asynchronous generator by a task of its process, as asyncio does.
+    """End each forgotten asynchronous generator in a task of its process, as asyncio does.
 
-    A generator of a process that has ended takes no further step: the list ``forgotten`` keeps the generator until the
-    end. Python calls the finalizer of a generator only once.
+    A generator of a process that has ended takes no further step. The list ``forgotten`` keeps such a generator until
+    the end of the context. Python calls the finalizer of a generator only once.
 
-    :param running: returns the running process, or None.
+    :param running: a function that returns the running process, or None.
     """
     forgotten: list[AsyncGenerator[Any, Any]] = []
 
@@ -65,11 +65,11 @@ def _generators_end(running: Callable[[], Timeline | None]) -> Iterator[None]:
 
 
 def _functions_of_time(real: Any, now: Callable[[], float], wall: Callable[[], float]) -> dict[str, Callable[..., Any]]:
-    """Return the functions of the module ``time`` that read a clock, by name, in virtual time.
+    """Return substitutes for the functions of the module ``time`` that read a clock, by name.
 
-    Clocks that measure processor time are not replaced.
+    The substitutes return virtual time. Clocks that measure processor time are not replaced.
 
-    :param real: the real functions, as attributes.
+    :param real: an object that has the real functions as attributes.
     """
     clocks = {getattr(real, f"CLOCK_{name}", None): now for name in ("MONOTONIC", "MONOTONIC_RAW", "BOOTTIME")}
     clocks[real.CLOCK_REALTIME] = wall
@@ -110,9 +110,9 @@ def simulated_surroundings(
 ) -> Iterator[None]:
     """Simulate the clocks and other surroundings of a program within the context.
 
-    :param running: returns the running process, or None.
-    :param now: returns the time of the running process's monotonic clock.
-    :param wall: returns the seconds since 1970.
+    :param running: a function that returns the running process, or None.
+    :param now: a function that returns the time of the running process's monotonic clock.
+    :param wall: a function that returns the seconds since 1970.
     """
     replace_backend()
     with outside_the_loop(), _virtual_time(now, wall), _generators_end(running):

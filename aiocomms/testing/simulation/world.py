@@ -34,9 +34,12 @@ JOB: Final = "job"
 EPOCH: Final = 1_800_000_000.0
 """The time at which a history begins, in seconds since 1970."""
 _STILL: Final = 60.0
-"""Seconds after which ranks are stuck if they only check whether other ranks live. Pauses of ranks are shorter."""
+"""The seconds after which ranks count as stuck, if they only check whether other ranks live.
+
+Pauses of ranks are shorter than this time.
+"""
 _START: Final = 1e-3
-"""Seconds within which all processes start."""
+"""The seconds within which all processes start."""
 
 
 @contextlib.contextmanager
@@ -58,7 +61,7 @@ class SimulatedWorld(Clockwork):
     def __init__(self, seed: int, ranks: int, latency: tuple[float, float]) -> None:
         """Create a world without processes.
 
-        :param latency: the least and the greatest latency of a message, in seconds.
+        :param latency: the smallest and the largest latency of a message, in seconds.
         """
         super().__init__(seed)
         self.ranks = ranks
@@ -72,7 +75,7 @@ class SimulatedWorld(Clockwork):
         """The number of processes that have not ended."""
         self.current: Process | None = None
         self.disk: dict[Any, Any] = {}
-        """Data of the program that survive the restart of a rank, but not the history."""
+        """Data of the program that survive the restart of a rank. The data are lost at the end of the history."""
         self._stores: dict[str, SimulatedStore] = {}
         self.failed: Process | None = None
         """The first process that has ended with an error."""
@@ -95,9 +98,9 @@ class SimulatedWorld(Clockwork):
         return [f"{time:.9f} {who}: {what}" for time, who, what in self.trace]
 
     def run(self, program: Callable[[], Awaitable[Any]], longest: float) -> None:
-        """Run the program on all ranks, until all processes have ended or one has failed.
+        """Run the program on all ranks, until all processes have ended or one process has failed.
 
-        :param longest: the virtual seconds that the history may take.
+        :param longest: the largest duration of the history, in virtual seconds.
         :raises SimulationError: a rank has not ended within ``longest``, or all ranks wait and nothing can happen.
         """
         self._program, self._longest = program, longest
@@ -150,7 +153,7 @@ class SimulatedWorld(Clockwork):
     # ----------------------------------------------------------------------- processes, and their faults
 
     def start(self, rank: int, after: float = 0.0) -> Process:
-        """Start a rank, or restart it if it has ended."""
+        """Start a rank, or restart a rank that has ended."""
         before = [process for process in self.processes if process.rank == rank]
         process = Process(self, rank, len(before))
         self.processes.append(process)
@@ -170,13 +173,13 @@ class SimulatedWorld(Clockwork):
             self.failed = process
 
     def living(self, rank: int) -> Process | None:
-        """Return the process of a rank; None if it has ended or died."""
+        """Return the process of a rank; None if the process has ended or died."""
         return next((process for process in self.alive() if process.rank == rank), None)
 
     def kill(self, rank: int, restart: float | None = None) -> None:
         """Kill a rank, as SIGKILL does: the rank runs no more code, not even a ``finally`` block.
 
-        :param restart: the seconds until the rank restarts; None: it does not restart.
+        :param restart: the seconds until the rank restarts; None: the rank does not restart.
         """
         self._check_ranks(rank=rank)
         after = None if restart is None else arguments.seconds("restart", restart)
