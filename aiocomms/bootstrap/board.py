@@ -28,7 +28,7 @@ class Board:
     def __init__(self, store: Store | None, rank: int, seal: Seal) -> None:
         """Open the board.
 
-        :param store: the part of the store that belongs to this communicator; None if it has no store.
+        :param store: the part of the store that belongs to this communicator; None if the communicator has no store.
         """
         self.store = store
         self.rank = rank

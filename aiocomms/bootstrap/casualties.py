@@ -1,4 +1,4 @@
-"""Failure notices of ranks that fail before the rendezvous, in the store that all ranks reach.
+"""Failure notices of ranks that fail before the rendezvous. The notices are in the store that all ranks reach.
 
 The store and its notices may be older than this run of the job. A waiting rank believes
 

@@ -54,7 +54,8 @@ def unregister(comm: Communicator) -> None:
 def find(name: str) -> Communicator:
     """Find an open communicator by its name.
 
-    :raises ArgumentError: no communicator has that name, or several have it and this task opened none of them.
+    :raises ArgumentError: no communicator has that name, or several communicators have that name and this task opened
+        none of them.
     """
     opened = _opened()
     same = opened.get(name, [])

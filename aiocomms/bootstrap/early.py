@@ -20,7 +20,7 @@ MARKS: Final = {
     "MPICH": "PMI_RANK",
     "Slurm": "SLURM_PROCID",
 }
-"""The environment variables in which the launchers give a process its rank."""
+"""The environment variables that contain a process's rank, by the launcher that sets them."""
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -34,7 +34,7 @@ class _Start:
 def has_met() -> bool:
     """Return whether this process has met the other ranks.
 
-    After the meeting, communicators tell the other ranks of failures.
+    After the meeting, communicators report failures to the other ranks.
     """
     return _Start.has_met
 
@@ -45,12 +45,12 @@ def meets() -> None:
 
 
 def watch() -> None:
-    """Install the hook that tells the other ranks of an exception that ends this process."""
+    """Install the hook that reports to the other ranks if an exception ends this process."""
     sys.excepthook = _telling(sys.excepthook, os.getpid())
 
 
 def _telling(before: Hook, process: int) -> Hook:
-    """Return a hook that calls ``before``, and then tells the other ranks the exception, except in a forked child."""
+    """Return a hook that calls ``before``, then reports the exception to the other ranks, except in a forked child."""
 
     def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)

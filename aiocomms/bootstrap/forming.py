@@ -179,7 +179,7 @@ def given_up(board: Board) -> CommError | None:
 
 
 async def kept(rendezvous: StoreRendezvous, transports: Transports) -> bool:
-    """Return whether all ranks have formed the communicator; close this rank's transports if not.
+    """Return whether all ranks have formed the communicator; if not, close this rank's transports.
 
     :raises StoreLostError: the store was lost before this rank knew the outcome, and another rank has closed its
         connections.

@@ -59,7 +59,10 @@ at fault and the reason.
 
 
 class Arrival:
-    """One arrival of a rank at a store, under a communicator's name. Only one thread uses it, and its calls block."""
+    """One arrival of a rank at a store, under a communicator's name.
+
+    Only one thread uses this object, and each call blocks.
+    """
 
     def __init__(self, store: Store, rank: int, size: int, seal: Seal, turn: threading.Lock | None = None) -> None:
         """Create an arrival. The other ranks see the arrival only after the call of :meth:`meet`.

@@ -1,7 +1,7 @@
 """The environment variables of launchers, in which a process finds its rank, the number of ranks and the store.
 
-This module imports neither torch nor an event loop, and opens no socket. It supports torchrun and other launchers that
-set the variables of torch's ``env://``, Open MPI, MPICH and its relatives (Intel MPI, PALS), and Slurm's srun.
+This module imports neither torch nor an event loop, and opens no socket. It supports Open MPI, MPICH and its relatives
+(Intel MPI, PALS), Slurm's srun, torchrun, and other launchers that set the variables of torch's ``env://``.
 """
 
 from __future__ import annotations

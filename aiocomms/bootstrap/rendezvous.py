@@ -180,8 +180,9 @@ class StoreRendezvous(Board):
     def _meet(self, store: Store, key: str, got: dict[int, bytes], given_up: clock.ThreadEvent) -> None:
         """Run the steps of an exchange.
 
-        This method never waits in the store, because a connection carries one call at a time. Such a wait would block
-        other communicators that form over the same connection, even after this exchange has been given up.
+        This method never waits in the store, because a connection carries one call at a time. A wait in the store would
+        block other communicators that form over the same connection. It would block them even after this exchange has
+        been given up.
         """
         for pause in self.steps(store, key, got):
             if given_up.wait(pause):

@@ -1,7 +1,7 @@
 """The connection of a rank to its job's key-value store: rank 0's ``JobStore``, or a launcher's ``TCPStore``.
 
-All functions of this module block. Call them in a thread that may be abandoned, because torch waits without limit for a
-server that accepts a connection and then sends nothing.
+All functions of this module block. torch waits without limit for a server that accepts a connection and then sends
+nothing. So call these functions in a thread that may be abandoned.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def connect_store(
     """Serve the job's store if this is rank 0. Otherwise wait until the store is served, and connect to it.
 
     Rank 0 listens on the address of ``host`` only, never on every interface, and accepts ranks of this job only. A
-    second call of rank 0 in the same process shares the server, which lives as long as one of the stores.
+    second call of rank 0 in the same process uses the same server. The server lives as long as one of the returned
+    stores.
 
     :param host: a name or an IPv4 or IPv6 address of rank 0's machine.
     :param port: the TCP port of the store, 1 to 65535.

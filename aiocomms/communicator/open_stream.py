@@ -40,8 +40,8 @@ class Streams(Issuer):
 
         :param peer: the other rank.
         :param capacity: the number of items, 1 to 2**20, that this end can hold until its program receives them.
-        :param name: distinguishes streams between the same two ranks. Streams of the same name are paired in the order
-            in which they are opened. The name has at most 100 bytes in UTF-8.
+        :param name: a name that distinguishes streams between the same two ranks. Streams of the same name are paired
+            in the order in which they are opened. The name has at most 100 bytes in UTF-8.
         :param items: the type of the items: ``torch.Tensor``, of any shape and dtype; a dataclass; or ``dict``, such as
             ``dict[str, Tensor]``. A dict or a dataclass may hold all values that ``send_object`` can send without
             pickle.

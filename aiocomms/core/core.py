@@ -310,7 +310,7 @@ class Core(Posting):
     async def posted_elsewhere(self, lane: int | None = None) -> None:
         """Wait until the ops that other threads are posting now are in flight or done.
 
-        :param lane: the number of a lane, to wait only for its ops; None: wait for all ops.
+        :param lane: the number of a lane, if the call must wait only for the ops of this lane; None: wait for all ops.
         """
         shortcuts = self.shortcuts
         with anyio.CancelScope(shield=True):

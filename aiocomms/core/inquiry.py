@@ -1,10 +1,10 @@
-"""Inquiry: after a receive's deadline, this rank asks other ranks what they are doing, for the text of the error.
+"""Inquiry: after the deadline of a receive, this rank asks other ranks what they are doing.
 
-The communicator stays usable. This rank sends its question as a note of the transport. The first question goes to the
-rank for which the receive has waited. The next question goes to the rank for which that rank waits, or has waited until
-a deadline, and so on. The inquiry stops at a rank that waits for no other rank, or when the chain of ranks closes a
-circle. Each rank answers on a background thread, so that a busy loop does not prevent the answer. Without an answer the
-error's text stays unchanged.
+The answers become part of the error's text. The communicator stays usable. This rank sends its question as a note of
+the transport. The first question goes to the rank for which the receive has waited. The next question goes to the rank
+for which that rank waits, or has waited until a deadline, and so on. The inquiry stops at a rank that waits for no
+other rank, or when the chain of ranks closes a circle. Each rank answers on a background thread, so that a busy loop
+does not prevent the answer. Without an answer the error's text stays unchanged.
 """
 
 from __future__ import annotations

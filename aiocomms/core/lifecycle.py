@@ -45,7 +45,10 @@ class Failure(msgspec.Struct, frozen=True):
         return isinstance(self.error, CommTimeoutError)
 
     def error_of(self, work: StartedWork[Any]) -> CommError:
-        """Return a pending work's error. The op that failed gets the error itself; other ops get an error about it."""
+        """Return a pending work's error.
+
+        The op that failed gets the error itself; other ops get an error about this error.
+        """
         error = self.error
         if work.seq == error.seq:
             return error

@@ -111,7 +111,7 @@ class Posting:
         return work
 
     def post(self, op: ops.Op, work: Completion) -> None:
-        """Post one of the messages of a lowered op, on the transport that carries the message.
+        """Post one of the messages of which an op consists, on the transport that carries the message.
 
         :raises CommError: the message could not be posted. If the transport raised another exception, the error names
             the transport.

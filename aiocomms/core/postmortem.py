@@ -1,9 +1,9 @@
 """The post mortem of a communicator that a missed deadline has ended: which ranks were missing, and why.
 
 When a deadline passes, every rank writes its activity to the store of the rendezvous. The *reporting rank*, whose
-deadline has passed, waits briefly for the other ranks' records. It derives a verdict from the records, and writes the
-verdict to the store. Then the pending works end. The post mortem runs in a thread, and its time and size are limited.
-If no record arrives, the error stays unchanged.
+deadline has passed, waits briefly for the other ranks' records. This rank derives a verdict from the records, and
+writes the verdict to the store. Then the pending works end. The post mortem runs in a thread, and its time and size are
+limited. If no record arrives, the error stays unchanged.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class PostMortem:
             end(verdict, path)
 
     def _left(self, seconds: float) -> float:
-        """Return the seconds until ``seconds`` have passed since the loss."""
+        """Return the number of seconds that remain until ``seconds`` have passed since the loss."""
         return self._failure.since + seconds - clock.now()
 
     def _verdict(self, snapshot: Snapshot) -> Verdict:

@@ -64,10 +64,10 @@ class Cuda(Protocol):
         """Return this thread's current stream."""
 
     def current_handle(self) -> int:
-        """Return the ``cudaStream_t`` of this thread's current stream, faster than :meth:`current_stream`."""
+        """Return the ``cudaStream_t`` of this thread's current stream. This is faster than :meth:`current_stream`."""
 
     def copy(self, stream: Stream, to: int, source: int, nbytes: int) -> None:
-        """Enqueue on a stream a copy of ``nbytes`` bytes between two addresses of the device."""
+        """Enqueue a copy of ``nbytes`` bytes between two addresses of the device, on a stream."""
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[object]:
         """Make a stream the current stream of this thread, within the context."""

@@ -1,9 +1,9 @@
 """GPU memory that other processes of the host map through CUDA IPC.
 
-torch counts the processes that have mapped an allocation, and keeps the allocation until the count is zero. torch's
-calls hold the GIL while CUDA maps or unmaps memory, for milliseconds. So this module makes a second mapping without the
-GIL before torch maps the memory. The module removes this mapping after torch has unmapped the memory. CUDA counts the
-mappings of a process, so torch's calls only change the count.
+torch counts the processes that have mapped an allocation, and keeps the allocation until the count is zero. When CUDA
+maps or unmaps memory for torch, torch's call holds the GIL for milliseconds. So this module makes a second mapping
+without the GIL before torch maps the memory. The module removes this mapping after torch has unmapped the memory. CUDA
+counts the mappings of a process, so torch's calls only change the count.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def share(storage: UntypedStorage) -> Shared | None:
 def map_shared(index: int, shared: Shared) -> TorchMapped | None:
     """Map another process's memory. The call blocks, so do not call this on the event loop.
 
-    :param index: the device that copies from and to the memory.
+    :param index: the number of the device that copies from and to the memory.
     :returns: the memory; None if this process does not see the memory's GPU, or if CUDA refuses the mapping.
     """
     gpu, *exported = shared

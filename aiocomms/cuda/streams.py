@@ -197,8 +197,8 @@ class _Sleeper:
 class recorded:  # noqa: N801 - the name reads well in ``await recorded(stream)``
     """Await all work that was enqueued on a CUDA stream so far. After ``graph.replay()``, this awaits the replay.
 
-    The call records an event. ``await`` returns when the event has fired, and uses no CPU meanwhile. Cancellation of
-    the ``await`` does not affect the stream.
+    The call records an event. ``await`` returns when the event has fired, and uses no CPU while it waits. Cancellation
+    of the ``await`` does not affect the stream.
 
     :param stream: a ``torch.cuda.Stream``; None for the current stream.
     :param cuda: the device; None for torch's current device.

@@ -100,8 +100,8 @@ class Target(Party):
             :class:`Chunk`, of any dtype. All must be dense and on the endpoint's device. A name must mean the same
             tensor on all ranks and at the source.
         :param here: an endpoint of this rank that only this target uses. Keep the endpoint open as long as the target.
-        :param version: the version of the tensors' values, at least 0. If the ranks' versions differ, for example
-            because a rank is new, no version is current until a source has moved a version.
+        :param version: the version of the tensors' values, at least 0. The ranks' versions may differ, for example
+            because a rank is new. Then no version is current until a source has moved a version.
         :param timeout: the deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :raises ArgumentError: an argument is wrong.
         :raises MoveLostError: another rank has failed or was cancelled.

@@ -54,7 +54,10 @@ class TargetRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Inquire(msgspec.Struct, frozen=True, tag=0, array_like=True):
-    """A request of source rank 0 for target rank 0's inventory. After the request, only this source moves versions."""
+    """A request of source rank 0 to target rank 0 for the target's inventory.
+
+    After the request, only this source moves versions.
+    """
 
     source: bytes
     """The unique number of the source."""

@@ -57,8 +57,8 @@ class PortalCall(Pending, Generic[_T]):
     def run(self, patience: float | None) -> _T:
         """Run the function on the loop, and block this thread until its end. A timeout or Ctrl-C cancels the function.
 
-        If the loop has not started the function before the timeout, this thread does not wait for the function's end,
-        because the loop may be blocked.
+        If the loop has not started the function before the timeout, the loop may be blocked. So this thread does not
+        wait for the function's end.
 
         :param patience: the seconds to wait; None: no limit.
         :raises TimeoutError: the function was cancelled.

@@ -1,4 +1,4 @@
-"""The data of checks: random tensors that every rank can compute for all ranks, guarded tensors, and reductions."""
+"""The data of checks: random tensors that every rank can compute for all ranks, tensors with guards, and reductions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HALVES = (torch.float16, torch.bfloat16)
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (2, 0, 3), (7,), (8, 8), (257,), (1031,))
 """Shapes of 0 to 3 dimensions.
 
-Their sizes are 0, 1, primes, powers of two, and sizes that no number of ranks divides.
+The sizes of their dimensions are 0, 1, primes, powers of two, and sizes that no number of ranks divides.
 """
 
 LARGE = (40_009,)
