@@ -25,7 +25,7 @@ Timeout = float | timedelta | None
 
 
 class UseDefault(enum.Enum):
-    """The type of :data:`COMM_TIMEOUT`: an enumeration with one member, so that type checkers can narrow to it."""
+    """The type of :data:`COMM_TIMEOUT`. With an enumeration, type checkers understand the test ``is COMM_TIMEOUT``."""
 
     COMM_TIMEOUT = "the communicator's timeout"
 
@@ -34,7 +34,7 @@ class UseDefault(enum.Enum):
 
 
 COMM_TIMEOUT: Final = UseDefault.COMM_TIMEOUT
-"""The default ``timeout`` of an op: the communicator's timeout at the time of the call."""
+"""The default of an op's ``timeout``. It stands for the communicator's timeout at the time of the call."""
 OpTimeout = Timeout | UseDefault
 """The deadline of one op."""
 
@@ -43,7 +43,10 @@ DEFAULT: Final = "world"
 UNNAMED: Final = "endpoint"
 """The default name of an endpoint."""
 FORMING: Final = 600.0
-"""The seconds in which a communicator without a deadline must form. Afterwards an error names the missing ranks."""
+"""The time limit for forming a communicator without a deadline, in seconds.
+
+After this time, an error names the missing ranks.
+"""
 SILENCE: Final = 5.0
 """The default number of seconds without a heartbeat after which a rank counts as dead."""
 _HEARTBEAT: Final = "AIOCOMMS_HEARTBEAT"
@@ -80,8 +83,8 @@ def describe(tensor: torch.Tensor) -> str:
 def as_int(value: Any) -> Any:
     """Return the int of a value with ``__index__``, such as an integer of NumPy or an ``IntEnum``.
 
-    A bool, a tensor, an array, or a value without ``__index__`` is returned unchanged. Only rare calls use this
-    function. The numbers of an op are first checked without a conversion. If this check fails,
+    A bool, a tensor, an array, or a value without ``__index__`` is returned unchanged. This function is rarely called.
+    The numbers of an op are first checked without a conversion. If this check fails,
     :func:`aiocomms.ops.arrays.checked` converts the numbers and checks them again.
     """
     kind = type(value)
@@ -159,11 +162,13 @@ def seconds(name: str, value: float | timedelta) -> float:
 
 
 def silence(options: Mapping[str, Any]) -> float:
-    """Return the seconds without a heartbeat after which a rank counts as dead; 0: never.
+    """Return the number of seconds without a heartbeat after which a rank counts as dead.
 
-    The value is the hint ``"heartbeat"``. Without the hint, the value is ``AIOCOMMS_HEARTBEAT``, or :data:`SILENCE`.
+    The result 0 means that no rank counts as dead because of missing heartbeats. The number comes from the hint
+    ``"heartbeat"``. Without this hint, the number comes from the environment variable ``AIOCOMMS_HEARTBEAT``, or is
+    :data:`SILENCE`.
 
-    :raises ArgumentError: the value is neither a number of seconds nor 0.
+    :raises ArgumentError: the number is neither 0 nor a valid number of seconds.
     """
     what = 'hint "heartbeat"'
     value: Any = options.get("heartbeat")
@@ -180,7 +185,7 @@ def silence(options: Mapping[str, Any]) -> float:
 def advice(hints: Mapping[str, Any] | None) -> dict[str, Any]:
     """Check a program's hints, and return them as a dict.
 
-    :raises ArgumentError: the hints are no mapping, or one of the core's own hints is wrong.
+    :raises ArgumentError: the hints are no mapping, or the hint ``"heartbeat"`` is wrong.
     """
     if hints is not None:
         mapping("hints", hints)
@@ -228,6 +233,6 @@ def place(store: object, rank: object, size: object) -> None:
 
 
 def _is_store(value: object) -> bool:
-    """Return whether a value is a store. Before torch is loaded, no value is a store."""
+    """Return whether a value is a store of torch. Before ``torch.distributed`` is imported, no value can be a store."""
     store: Any = getattr(sys.modules.get("torch.distributed"), "Store", None)
     return store is not None and isinstance(value, store)

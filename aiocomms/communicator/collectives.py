@@ -21,7 +21,7 @@ class Collectives(Reducing):
     Collectives match in the order of the *calls*; the order of the awaits has no effect. Several collectives may be
     pending at once. Each call returns at once. Tensors must be contiguous and on the communicator's device. Tensors may
     be empty, and may have any dtype in :data:`aiocomms.ops.checks.DTYPES`. A tensor that an op writes must not share
-    memory with another tensor of the op, unless the description of a parameter allows this.
+    memory with another tensor of the op, unless the description of a parameter allows shared memory.
     """
 
     def broadcast(
@@ -73,7 +73,8 @@ class Collectives(Reducing):
     ) -> Work[list[Given]]:
         """Gather every rank's tensor on every rank; the shape may differ from rank to rank.
 
-        :param outputs: the tensors to write, one per rank. Each has the shape of that rank's ``tensor``.
+        :param outputs: the tensors to write, one per rank. The shape of ``outputs[r]`` is the shape of ``tensor`` on
+            rank ``r``.
         :param tensor: this rank's tensor; may be ``outputs[rank]`` itself.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
@@ -176,7 +177,7 @@ class Collectives(Reducing):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:
-        """Give every rank ``r`` the root's ``inputs[r]``.
+        """Send ``inputs[r]`` from the root to each rank ``r``.
 
         :param output: the tensor to write on this rank; on the root it may be ``inputs[root]`` itself.
         :param inputs: one tensor per rank on the root; ignored on other ranks.
@@ -246,5 +247,5 @@ class Collectives(Reducing):
 
 
 def _of_root(given: Any, root: int, rank: int) -> Any:
-    """Return the argument on the root, and None on other ranks, where MPI and torch ignore it."""
+    """Return the argument on the root. Return None on other ranks, because MPI and torch ignore the argument there."""
     return None if type(root) is int and root != rank else given

@@ -1,4 +1,4 @@
-"""The class ``Portal``: a communicator's methods in blocking form, for threads other than that of its event loop."""
+"""The class ``Portal``: a communicator's methods in blocking form, for threads that do not run the event loop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 class Portal(Operations, Hooked):
-    """A communicator's operations in blocking form. Any thread but the event loop's may use them.
+    """A communicator's operations in blocking form. All threads may use a portal, except the event loop's thread.
 
     See :meth:`Communicator.portal`.
 
@@ -67,7 +67,7 @@ class Portal(Operations, Hooked):
 
     @property
     def transports(self) -> dict[str, str]:
-        """The name of each family's transport; see :attr:`Communicator.transports`."""
+        """The name of the transport for each family of operations; see :attr:`Communicator.transports`."""
         transports: dict[str, str] = self._comm.transports
         return transports
 
@@ -78,7 +78,7 @@ class Portal(Operations, Hooked):
 
     @property
     def aborted(self) -> bool:
-        """True once the communicator is lost: a rank aborted it, a peer died, a deadline passed, or ranks disagreed."""
+        """True once the communicator is lost, by an abort, a peer's death, a missed deadline or mismatched calls."""
         return self._core.lost
 
     # --------------------------------------------------------------------------------------------- operations
@@ -139,7 +139,7 @@ class Portal(Operations, Hooked):
         :param timeout: the seconds to wait; None: no limit.
         :returns: the reason.
         :raises TimeoutError: the communicator was not lost in time.
-        :raises CommClosedError: this rank closed the communicator before its loss.
+        :raises CommClosedError: this rank closed the communicator before the communicator was lost.
         """
         try:
             error: CommError = self._run("lost", self._comm.lost, timeout)
@@ -202,5 +202,5 @@ class Portal(Operations, Hooked):
         return run(self._door, what, call, timeout)
 
     def _of(self, comm: Any) -> Self:
-        """Return the portal of another communicator."""
+        """Return a new portal for a communicator that a method of this portal has formed."""
         return type(self)(comm)
