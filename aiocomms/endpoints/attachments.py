@@ -1,8 +1,8 @@
-"""Regions that two endpoints open to each other: windows in which only the owner has memory.
+"""Regions that two endpoints open to each other. A region is a window in which only the region's owner has memory.
 
-Both ends open and close windows in the same order, which rank 0, the leader, decides. Rank 0 makes each call first, and
-then sends a note. Rank 1 makes the same calls in the order of the notes. If rank 1 wants to open or close a region,
-rank 1 asks rank 0. Notes arrive without a pending receive.
+Both ends open and close windows in the same order, which rank 0, the leader, decides. Rank 0 opens or closes a window
+first, and then sends a note to rank 1. Rank 1 makes the same calls in the order of the notes. If rank 1 wants to open
+or close a region, rank 1 asks rank 0. A note arrives even if no receive is pending.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class _Question:
-    """A request of this endpoint to use a region of the other one. The answer is an attachment or an error."""
+    """A request of this endpoint to use a region of the other endpoint. The answer is an attachment or an error."""
 
     def __init__(self, descriptor: bytes, dtype: torch.dtype, answered: Promise) -> None:
         self.descriptor, self.dtype, self.answered = descriptor, dtype, answered
@@ -91,7 +91,7 @@ class Attachments:
         self._grant, self._bye, self._hear_of_leases = grant, bye, hear
         self._me, self._other = comm.rank, 1 - comm.rank
         self._granted: dict[int, Region] = {}
-        """The regions of this endpoint that the other one has opened or may open."""
+        """The regions of this endpoint that the other endpoint has opened, or has permission to open."""
         self._known: dict[tuple[int, int], Attachment] = {}
         self._questions: dict[int, _Question] = {}
         self._numbers = itertools.count(1)
@@ -181,7 +181,7 @@ class Attachments:
     def say_here(self, place: str, process: int) -> None:
         """Tell the other endpoint where this process runs; see :class:`Here`.
 
-        :raises UnsupportedOperation: the transport carries no notes.
+        :raises UnsupportedOperation: the transport cannot send notes.
         """
         if not self.say(Here(place, process)):
             raise UnsupportedOperation(
@@ -193,7 +193,10 @@ class Attachments:
         self.say(Bye())
 
     def end(self, error: CommError) -> None:
-        """End all requests and attachments after the loss or close of the communicator. Only the first call counts."""
+        """End all requests and attachments, because the communicator is lost or closed.
+
+        Only the first call has an effect.
+        """
         if self._over is not None:
             return
         self._over = error
@@ -220,7 +223,10 @@ class Attachments:
             raise wrong_thread(f"{op} on '{self._comm.name}'")
 
     def _spawn(self, call: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run a coroutine in a task. If the coroutine raises, the connection is lost, and the exception ends here."""
+        """Run a coroutine in a task.
+
+        If the coroutine raises an exception, the connection is lost, and the exception does not propagate.
+        """
 
         async def run() -> None:
             try:
@@ -239,7 +245,7 @@ class Attachments:
     # ---------------------------------------------------------------------------------------- notes of the other end
 
     def say(self, word: Word) -> bool:
-        """Send the other end a note; return False if the transport carries no notes, or has stopped carrying them."""
+        """Send a note to the other end; return False if no transport can send the note."""
         return self._core.notes.say(self._other, Passed(WORDS.encode(word)))
 
     def _hear(self, what: bytes) -> None:
@@ -272,7 +278,7 @@ class Attachments:
                 self._bye()
 
     def _obey(self, order: RegionOpening | Closing) -> None:
-        """Queue an order of the leader behind its earlier orders."""
+        """Add an order to the queue of the leader's orders."""
         if isinstance(order, Closing) and (known := self._known.get((order.owner, order.number))) is not None:
             self._stop(known, order.why)
         self._orders.append(order)
@@ -327,7 +333,7 @@ class Attachments:
             self.say(Closing(attachment.owner, attachment.number, why[:LONGEST_WHY]))
 
     async def _follow(self) -> None:
-        """Make the leader's calls, in the leader's order."""
+        """Open and close windows as the leader has ordered, in the order of the leader's notes."""
         try:
             while self._orders:
                 order = self._orders.popleft()
@@ -363,7 +369,10 @@ class Attachments:
         self._spawn(lambda: self._finish_opening(attachment, opening, region))
 
     def _part(self, region: Region | None, asked: _Question | None) -> Tensor:
-        """Return this end's part of the window: an empty tensor if the other end owns the region."""
+        """Return the tensor that this end contributes to the window.
+
+        The tensor is empty if the other end owns the region.
+        """
         if region is not None:
             return region._part()
         assert asked is not None

@@ -1,9 +1,10 @@
-"""Connections of one endpoint: their formation by a call of either endpoint, and their end.
+"""The code that forms and closes the connections of one endpoint.
 
-The endpoint that wants a connection calls the other one. The caller opens a socket, proves that it belongs to the job,
-and names its endpoint. Once the other endpoint has agreed, the caller confirms the call. If two calls cross, the call
-of the endpoint with the lower number counts, and the other call is refused. Both endpoints then form a communicator of
-two ranks over the socket of the call, and close the socket.
+The endpoint that wants a connection calls the other endpoint. The caller opens a socket, proves that its process
+belongs to the job, and names its endpoint. Once the other endpoint has agreed, the caller confirms the call. If the two
+endpoints call each other at the same time, the call of the endpoint with the lower number takes precedence, and the
+other call is refused. Both endpoints then form a communicator of two ranks over the socket of the call, and close the
+socket.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from aiocomms.progress.driver import Bell, LoopDriver
 
 _log = logging.getLogger("aiocomms")
 _ANSWERS: Final = 10.0
-"""The seconds in which a caller must name its endpoint."""
+"""The time limit for a caller to name its endpoint, in seconds."""
 _AT_ONCE: Final = 32
-"""The largest number of calls that this endpoint answers at once. Further callers wait."""
+"""The largest number of calls that this endpoint answers at the same time. Further callers wait."""
 _MOST_GONE: Final = 16
-"""The largest number of connections that the other end has closed, and that wait for :meth:`Connections.accept`."""
+"""The largest number of connections that wait for :meth:`Connections.accept` after the other end has closed them."""
 _PAUSE: Final = 0.01
-"""The seconds between a crossed call and the next one, which is needed if the other endpoint gives up its call."""
+"""The pause in seconds before this endpoint calls again, because the other endpoint's call may have failed."""
 
 
 class _Forming:
@@ -53,11 +54,11 @@ class _Forming:
     def __init__(self, driver: LoopDriver) -> None:
         self.calls = self.answers = 0
         self.newest = 0
-        """The number of the last call that was answered."""
+        """The number of the last call that this endpoint answered; the caller numbers its calls."""
         self.news = Bell(driver)
-        """A bell that rings when the connection is formed, or no call or answer is pending any more."""
+        """A bell that wakes waiting tasks when the connection is formed, or when no call or answer is pending."""
         self.answering: anyio.CancelScope | None = None
-        """The cancel scope of the last answer."""
+        """The cancel scope of the answer to the last call."""
 
 
 class Connections:
@@ -70,10 +71,10 @@ class Connections:
         """Start without connections.
 
         :param mine: this endpoint's address.
-        :param timeout: the default deadline of ops in seconds, and the deadline for forming a connection that another
-            endpoint asks for.
+        :param timeout: the default deadline of ops, in seconds. A connection that another endpoint asks for must form
+            within this time.
         :param grant: see :class:`Attachments`.
-        :param counter: the hand-over state of this endpoint.
+        :param counter: the hand-over state that all connections of this endpoint share.
         """
         self._mine, self._name, self._device, self._plan, self._seconds = mine, name, device, plan, timeout
         self._grant, self._counter, self._driver = grant, counter, LoopDriver.current()
@@ -125,7 +126,7 @@ class Connections:
         raise CommTimeoutError(f"after {seconds:g} s there was no connection with {there.where}")
 
     async def _call(self, there: Address, seconds: float) -> Peer | None:
-        """Call another endpoint; return None if the other endpoint's own call counts, or may count."""
+        """Call another endpoint; return None if a call of that endpoint may form the connection instead."""
         with self._form(there.endpoint, "calls") as forming:
             call = EndpointCall(there, self._mine.pack(), next(self._numbers), seconds)
             try:
@@ -199,7 +200,10 @@ class Connections:
             self._arrival.ring()
 
     def _bound_arrived(self) -> None:
-        """Close the oldest of the connections that the other end has closed, and that no task has accepted."""
+        """Close the oldest connections above the limit :data:`_MOST_GONE`.
+
+        The limit applies to connections that the other end has closed, and that no task has accepted.
+        """
         over = [peer for peer in self._arrived if peer in self._left]
         for peer in over[:-_MOST_GONE]:
             del self._arrived[peer]
@@ -208,7 +212,7 @@ class Connections:
     # -------------------------------------------------------------------------------------------------------- forming
 
     async def _meet(self, line: EndpointLine, rank: int, there: Address, seal: Seal, seconds: float) -> Peer:
-        """Form the communicator of two ranks, and its peer."""
+        """Form the communicator of two ranks, and return the :class:`Peer` that uses it."""
         ends = (self._mine, there) if rank == CALLER else (there, self._mine)
         name = f"endpoints {'-'.join(end.name for end in ends)}"  # The name is the same on both sides.
         pair = Pair(line, rank, name, self._device, seconds, seal, self._home)
@@ -236,14 +240,17 @@ class Connections:
         return peer
 
     async def _earlier(self, peer: Peer) -> None:
-        """Wait until this end of every other connection with the peer's endpoint is closed."""
+        """Wait until this endpoint has closed its end of all other connections with the endpoint of ``peer``."""
         for other in list(self._all):
             if other is not peer and other._address.endpoint == peer._address.endpoint:
                 await other._released
 
     @contextlib.contextmanager
     def _form(self, endpoint: bytes, by: Literal["calls", "answers"]) -> Iterator[_Forming]:
-        """Count a call or an answer while it forms a connection with an endpoint; other tasks wait for the result."""
+        """Count a call or an answer as pending while the ``with`` body forms a connection.
+
+        Meanwhile other tasks that want a connection with the endpoint wait for the result.
+        """
         forming = self._forming.setdefault(endpoint, _Forming(self._driver))
         setattr(forming, by, getattr(forming, by) + 1)
         try:
@@ -256,7 +263,7 @@ class Connections:
 
     @contextlib.contextmanager
     def _until_closed(self) -> Iterator[None]:
-        """Cancel the body when the endpoint is closed.
+        """Cancel the ``with`` body when the endpoint is closed.
 
         :raises CommClosedError: the endpoint is closed.
         """
@@ -271,7 +278,7 @@ class Connections:
             self._check()
 
     def _misfit(self, there: Address) -> str:
-        """Return why the two endpoints cannot communicate; empty if they can."""
+        """Return the reason why the two endpoints cannot communicate, or an empty string if they can."""
         mine = self._mine
         if mine.transports != there.transports:
             return f"its transports are {there.transports}, and this one's {mine.transports}"
@@ -280,7 +287,10 @@ class Connections:
     # -------------------------------------------------------------------------------------------------------- the end
 
     def _ended(self, peer: Peer, how: End) -> None:
-        """Record that a connection is over. Close it if it is lost. Otherwise the program must close it."""
+        """Record that a connection is over, and close a lost connection.
+
+        If the other end has closed the connection, the program must close this end.
+        """
         endpoint = peer._address.endpoint
         if self._peers.get(endpoint) is peer:
             del self._peers[endpoint]
@@ -305,7 +315,7 @@ class Connections:
             await shielded(self._stop)
 
     async def _stop(self) -> None:
-        """Wait until no task is left. This takes no longer than the close of a communicator."""
+        """Wait until no task is left. This wait takes no longer than closing a communicator."""
         while self._tasks:
             await self._idle
 

@@ -1,4 +1,4 @@
-"""Credentials of an endpoint, as bytes: its address, to which others connect, and descriptors of its regions.
+"""Credentials of an endpoint, as bytes: the address to which other endpoints connect, and descriptors of regions.
 
 Every process with the job's token can check an address, and refuses a forged address. Only the endpoint that made a
 descriptor can check the descriptor, because the key never leaves that endpoint.
@@ -39,7 +39,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     host: str
     port: int
     transports: dict[str, str]
-    """Names of transports by family of ops."""
+    """The name of the transport for each family of ops."""
     device: str
     expires: float
     """The time when the address expires, in seconds since 1970; infinity if it never does."""
@@ -48,7 +48,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def name(self) -> str:
-        """The endpoint's name in messages: the label and the beginning of the endpoint's number."""
+        """The endpoint's name in error messages: the label and the beginning of the endpoint's number."""
         number = self.endpoint.hex()[:8]
         return f"{printable(self.label, LONGEST_LABEL)}@{number}" if self.label else number
 
@@ -118,8 +118,8 @@ def expired(expires: float) -> bool:
 def read_address(data: object, *, late: bool = False) -> Address:
     """Decode and check an address.
 
-    :param late: whether to accept an expired address. An endpoint refuses to connect to an expired address, but accepts
-        the expired address of an endpoint that connects.
+    :param late: whether to accept an expired address. An endpoint does not connect to an expired address. But the
+        endpoint accepts a connection from an endpoint whose address has expired.
     :raises ArgumentTypeError: the data is not bytes.
     :raises ArgumentError: the data is no address, or the address has expired.
     :raises AuthError: the address was not made with this job's token.
@@ -141,7 +141,9 @@ def read_address(data: object, *, late: bool = False) -> Address:
 
 
 def read_descriptor(data: object) -> Descriptor:
-    """Decode a descriptor. Only the descriptor's owner can check the signature, so this function does not check it.
+    """Decode a descriptor.
+
+    Only the endpoint that made the descriptor can check the signature, so this function does not check it.
 
     :raises ArgumentTypeError: the data is not bytes.
     :raises RegionError: the data is no descriptor.

@@ -54,7 +54,7 @@ async def opened(
 
 
 class _Alone:
-    """A substitute for a communicator in the checks of tensors, which use only its device."""
+    """A substitute for a communicator, for checks of tensors that need only the communicator's device."""
 
     rank, size = 0, 1
     fast_check: Callable[[object, bool], bool] | None = None
@@ -185,8 +185,8 @@ class Endpoint(Handle):
     def new_pool(self, tensor: TensorLike) -> Pool:
         """Make a pool of memory blocks of equal size. Tasks lease blocks, and hand them over to other endpoints.
 
-        :param tensor: the memory, of shape ``[blocks, ...]`` with at least two dimensions. The conditions for the
-            tensor of :meth:`register` also apply.
+        :param tensor: the memory, of shape ``[blocks, ...]`` with at least two dimensions. The conditions for
+            ``tensor`` in :meth:`register` also apply here.
         :raises ArgumentError: the tensor is not as described above, or has no elements.
         :raises UnsupportedOperation: the endpoint's device is a GPU.
         """
@@ -210,9 +210,9 @@ class Endpoint(Handle):
         """Return an iterator of the leases that other endpoints hand over to this one, in the order of arrival.
 
         Several tasks may run the loop ``async for handed in here.handed():``. Each lease goes to one of these tasks.
-        The loops end when this endpoint is closed. The iterator skips a lease that its owner has taken back, or whose
-        connection is over. An owner has at most 1,024 pending hand-overs. If no task takes a lease, the owner takes the
-        lease back at the deadline of the hand-over.
+        The loops end when this endpoint is closed. The iterator skips a lease if the owner has taken the lease back, or
+        if the connection with the owner is over. An owner has at most 1,024 pending hand-overs. If no task takes a
+        lease, the owner takes the lease back at the deadline of the hand-over.
         """
         return HandedLeases(self._counter)
 
@@ -254,9 +254,9 @@ class Endpoint(Handle):
         self._connections.disown()
 
     def _grant(self, descriptor: bytes) -> Region:
-        """Return the region of a descriptor.
+        """Return the region to which a descriptor belongs.
 
-        :raises RegionError: the descriptor is not valid, or the region is revoked or without memory.
+        :raises RegionError: the descriptor is not valid, the region is revoked, or its memory was freed or resized.
         """
         region = self._regions.get(check_descriptor(descriptor, self._key).number)
         if region is None:

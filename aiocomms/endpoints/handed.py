@@ -1,4 +1,4 @@
-"""Blocks of another endpoint's memory that this endpoint reads or fills until it gives them back."""
+"""Blocks of another endpoint's memory that this endpoint reads or fills, and then gives back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from aiocomms.progress.work import Work
 
 Given = TypeVar("Given")
 Places = Sequence[int] | Tensor
-"""The indices of the first elements of runs."""
+"""The index of the first element of each run; a run is a number of adjacent elements."""
 
 
 class HandedLease(Handle):
@@ -87,10 +87,11 @@ class HandedLease(Handle):
     async def read(self, into: Given, part: int | None = None, *, timeout: OpTimeout = COMM_TIMEOUT) -> Given:
         """Read the blocks, and check afterwards that the hand-over has not ended meanwhile.
 
-        :param into: a tensor of :attr:`shape` and of the blocks' dtype; a list with a tensor for each block; or the
-            same number of blocks of this endpoint, as a :class:`Lease` or a selection from one.
-        :param part: an index into a block's first dimension, such as a layer. With a part, ``into`` has one dimension
-            less. If None, the call reads whole blocks.
+        :param into: the destination, in one of three forms. The first form is a tensor of :attr:`shape` and of the
+            blocks' dtype. The second form is a list with one tensor per block. The third form is a :class:`Lease`, or a
+            selection from a lease, with the same number of blocks.
+        :param part: an index into a block's first dimension, such as a layer. If ``part`` is given, the tensors in
+            ``into`` do not have this dimension. If ``part`` is None, the call reads whole blocks.
         :param timeout: the deadline in seconds; None: no deadline. The default is the endpoint's timeout.
         :returns: ``into``. If this call raises an error, the content of ``into`` is undefined.
         :raises ArgumentError: an argument is wrong, or does not fit; nothing was read.
@@ -102,8 +103,8 @@ class HandedLease(Handle):
     async def write(self, source: Given, part: int | None = None, *, timeout: OpTimeout = COMM_TIMEOUT) -> Given:
         """Write the blocks. The owner sees the data once the blocks are given back.
 
-        :param source: a source of the same form as ``into`` of :meth:`read`. The program may change the source again
-            when the call has returned.
+        :param source: the data to write, in one of the forms of ``into`` in :meth:`read`. The program may change the
+            source after the call has returned.
         :param part: as in :meth:`read`. A program can write one layer while it computes the next one.
         :param timeout: the deadline in seconds; None: no deadline. The default is the endpoint's timeout.
         :returns: ``source``.
@@ -140,8 +141,8 @@ class HandedLease(Handle):
 
         If the call is cancelled, the blocks are still given back.
 
-        :param answer: the object that the owner's :meth:`Peer.hand_over` returns. :meth:`Peer.send_object` must accept
-            the object, which has at most 256 KiB.
+        :param answer: the object that the owner's :meth:`Peer.hand_over` returns. The object may have at most 256 KiB,
+            and :meth:`Peer.send_object` must accept it.
         :raises ArgumentError: the answer cannot be sent; the blocks are not given back.
         :raises LeaseError: the owner has taken the blocks back, or this endpoint has already given them back.
         :raises CommError: the connection is lost or closed.
@@ -209,7 +210,8 @@ class HandedLease(Handle):
     def _leave(self, works: list[Work[Any]], lease: Lease | None) -> None:
         """Count a call as pending until all its works are done. The works of a cancelled call continue.
 
-        :param lease: the lease whose blocks the works also read or write.
+        :param lease: the lease of this endpoint that is the source or the destination of the data; None without such a
+            lease.
         """
         running = {work for work in works if not work.done()}
 
@@ -243,7 +245,11 @@ class HandedLease(Handle):
     # -------------------------------------------------------------------------------------------------------- layout
 
     def _moves(self, name: str, given: Any, part: int | None) -> list[tuple[Any, Places, Places, int]]:
-        """Return transfers as tuples: a tensor, the runs' offsets in the blocks and in the tensor, and a run's size."""
+        """Return the transfers that move the data.
+
+        Each transfer is a tuple: a tensor, the offset of each run in the blocks, the offset of each run in the tensor,
+        and the number of elements in a run.
+        """
         count, offsets = _places(self._shape, self._blocks, part)
         wanted = (len(self), *self._shape[1 if part is None else 2 :])
         if isinstance(given, LeasedBlocks):
@@ -268,7 +274,9 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 @unaffected
 def _places(shape: Sequence[int], blocks: Sequence[int], part: int | None) -> tuple[int, Tensor]:
-    """Return the number of elements of a block or of its part, and the offsets of these in memory of ``shape``.
+    """Return the number of elements to transfer per block, and the offset of the first element for each block.
+
+    The offsets apply to memory of the given shape. If ``part`` is None, whole blocks are transferred.
 
     :raises ArgumentError: the part is out of range.
     """

@@ -1,7 +1,8 @@
 """Hand-overs of one connection: blocks that either endpoint lends to the other one.
 
 :mod:`aiocomms.endpoints.lending` decides the state of each hand-over; this module carries out the actions. The ends
-exchange notes, which arrive in order. If a body is too long for one note, further notes carry the rest of the body.
+exchange notes, which arrive in order. Some notes have a body. If a body is too long for one note, further notes contain
+the rest of the body.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from aiocomms.progress.driver import Bell, LoopDriver, Promise
 MOST_BODY: Final = 256 * 1024
 """The largest size in bytes of a body, which contains the indices of the blocks and the program's object."""
 _PIECE: Final = 1600
-"""The largest number of bytes of a body that one note carries."""
+"""The largest number of bytes of a body in one note."""
 _MOST_WAITING: Final = 1024
-"""The largest number of pending hand-overs from the other endpoint, which must not make more."""
+"""The largest number of pending hand-overs from the other endpoint. A further hand-over is a protocol error."""
 _PARTING: Final = 1.0
-"""The seconds for which a closing end waits until the other end has released the closing end's blocks."""
+"""The seconds for which :meth:`HandOvers.part` waits until the other end has released the lent blocks."""
 
 
 class Counter:
@@ -43,12 +44,12 @@ class Counter:
         """Start without hand-overs.
 
         :param place: see :class:`Here`.
-        :param process: the id of this process in that place.
+        :param process: the id of this process in ``place``.
         """
         self.place, self.process = place, process
         self.ledger = LeaseLedger(driver)
         self.came: dict[Incoming, Any] = {}
-        """The incoming hand-overs that no task has taken yet, with their peers."""
+        """The incoming hand-overs that no task has taken yet, each with the :class:`Peer` that lends the blocks."""
         self.arrival = Bell(driver)
         self.connected: dict[bytes, HandOvers] = {}
         """The open connections, by the number of the other endpoint."""
@@ -74,7 +75,7 @@ class Outgoing:
 
     @property
     def ended(self) -> bool:
-        """True once the hand-over has ended, even if a borrower whose connection is lost still holds the blocks."""
+        """True once the hand-over has ended. After a lost connection, the borrower may then still use the blocks."""
         return self.over.is_set
 
     async def take_back(self, why: str) -> None:
@@ -113,7 +114,7 @@ class Incoming:
         self.error: CommError | None = None
         """The reason why the blocks are unusable; None if they are usable or were given back."""
         self.answer: bytes | None = None
-        """The body of the answer; None if the blocks are in use, or were released without an answer or taken back."""
+        """The body of the borrower's answer; None unless the program has given the blocks back."""
         self.told = False
         """True once an error told the program that the blocks are unusable."""
 
@@ -181,13 +182,15 @@ class HandOvers:
     ) -> None:  # fmt: skip
         """Start without hand-overs.
 
-        :param counter: the hand-over state of the endpoint.
+        :param counter: the hand-over state that all connections of the endpoint share.
         :param peer: the connection, for :class:`HandedLease`.
         :param borrower: the number of the other endpoint.
         :param say: a function that sends a note to the other end.
-        :param flush: a function that waits until the puts into the region of a descriptor are visible.
-        :param earlier: a function that waits until this end of each earlier connection with that endpoint is closed.
-        :param lose: a function that makes the connection lost.
+        :param flush: a function that gets a region's descriptor, and waits until the puts into this region are visible
+            to its owner.
+        :param earlier: a function that waits until this endpoint has closed its end of all earlier connections with the
+            borrower.
+        :param lose: a function that gets an error, and records the connection as lost.
         """
         self.driver = driver
         self._counter, self._ledger, self._peer, self._borrower = counter, counter.ledger, peer, borrower
@@ -256,7 +259,7 @@ class HandOvers:
     def step(self, out: Outgoing, step: LentStep, error: CommError | None = None) -> None:
         """Enter the next state of a hand-over, and carry out its actions.
 
-        :param error: the error of the hand-over if the blocks were still lent before this step.
+        :param error: the error to record for the hand-over, if its state was :attr:`Out.LENT` before this step.
         """
         if error is not None and out.lent.state is Out.LENT:
             out.error = error

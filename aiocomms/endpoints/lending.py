@@ -13,8 +13,8 @@ A transition is a pure function: it takes a state and an event, and returns the 
 that both machines reach together under cancellations, delays, losses and deaths.
 
 An owner waits for a borrower only for a bounded time. A borrower whose process maps the blocks may still write into
-them until it has released them. No lease gets such blocks. A late read does not harm the owner, and the reader detects
-a late read (:attr:`aiocomms.endpoints.pools.LeaseLedger.words`).
+them until it has released them. Until the release, no lease gets these blocks. A read after the end of the hand-over
+does not harm the owner. The borrower detects such a read with :attr:`aiocomms.endpoints.pools.LeaseLedger.words`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Do(enum.Enum):
 
 
 class Lent(msgspec.Struct, frozen=True):
-    """The owner's part of a hand-over."""
+    """The data that the owner keeps about a hand-over."""
 
     lasting: bool
     """True if the borrower may still write into the blocks after the connection is over."""
@@ -56,7 +56,7 @@ class Lent(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> bool:
-        """True once the hand-over has ended, even if a borrower whose connection is lost still holds the blocks."""
+        """True once the hand-over has ended. After a lost connection, the borrower may then still use the blocks."""
         return self.state in (Out.HELD, Out.OVER)
 
 
@@ -90,7 +90,8 @@ def returned(lent: Lent) -> LentStep:
 def parted(lent: Lent) -> LentStep:
     """Record that the borrower has released the blocks because it knows that the connection is over.
 
-    If this end has not noticed the loss yet, the hand-over ends when this end notices it, with the loss as the reason.
+    If this end has not noticed the loss yet, the hand-over ends when this end notices the loss. The loss is then the
+    reason for the end of the hand-over.
     """
     if lent.state in (Out.LENT, Out.RECALLED):
         return Lent(False, lent.state), ()
@@ -144,7 +145,7 @@ class Act(enum.Enum):
 
 
 class Borrowed(msgspec.Struct, frozen=True):
-    """The borrower's part of a hand-over."""
+    """The data that the borrower keeps about a hand-over."""
 
     busy: int = 0
     """The number of pending operations."""
@@ -167,7 +168,10 @@ def done(borrowed: Borrowed) -> BorrowedStep:
 
 
 def end(borrowed: Borrowed) -> BorrowedStep:
-    """Release the blocks: the program gives them back or releases them without an answer, or the owner takes them."""
+    """Release the blocks at the end of the hand-over.
+
+    The program gives the blocks back or releases them without an answer, or the owner takes them back.
+    """
     if borrowed.state is not Borrowing.OPEN:
         return borrowed, ()
     return _settle(Borrowed(borrowed.busy, borrowed.wrote, Borrowing.ENDING))

@@ -24,7 +24,11 @@ class EndpointHello(msgspec.Struct, array_like=True):
     """The address of the endpoint that connects."""
     nonce: bytes
     number: int = 0
-    """The number of the call. Calls may overtake each other. The endpoint's call with the highest number counts."""
+    """The number of the call.
+
+    Calls may overtake each other. Of several calls of one endpoint, only the call with the highest number has an
+    effect.
+    """
 
 
 class EndpointAnswer(msgspec.Struct, array_like=True):
@@ -32,9 +36,9 @@ class EndpointAnswer(msgspec.Struct, array_like=True):
 
     nonce: bytes
     refusal: str = ""
-    """The reason why the two endpoints do not form a connection; empty if they do."""
+    """The reason why the two endpoints cannot form a connection; empty if they can."""
     crossed: bool = False
-    """True if the called endpoint refuses because its own call to the caller counts."""
+    """True if the called endpoint refuses because its own call to the caller takes precedence."""
 
 
 HELLOS: Final = ControlCodec[EndpointHello](EndpointHello, "what the other endpoint says")
@@ -42,7 +46,10 @@ ANSWERS: Final = ControlCodec[EndpointAnswer](EndpointAnswer, "what the other en
 
 
 class EndpointCall:
-    """A call to another endpoint. The call connects, proves membership of the job, and names this endpoint."""
+    """A call to another endpoint.
+
+    The call connects, proves that this process belongs to the job, and names this endpoint.
+    """
 
     def __init__(self, address: Address, mine: bytes, number: int, seconds: float) -> None:
         """Prepare the call.
@@ -55,7 +62,7 @@ class EndpointCall:
         self._mine, self._number = mine, number
         self._call = wires().call(address.host, address.port, address.secret("connect"), seconds, address.name)
         self.nonce: bytes = os.urandom(16)
-        """The random bytes of this end for the seal."""
+        """The random bytes that this end contributes to the seal."""
         self.hang_up: Callable[[], None] = self._call.hang_up
 
     def run(self) -> tuple[EndpointLine, EndpointAnswer]:
@@ -72,7 +79,7 @@ class EndpointCall:
 
 
 class Pair(StoreRendezvous):
-    """A rendezvous of two endpoints as ranks 0 and 1, over a connection in place of a store."""
+    """A rendezvous of two endpoints as ranks 0 and 1. The rendezvous uses a connection instead of a store."""
 
     home: dict[Any, Any] | None
 

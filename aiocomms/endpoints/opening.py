@@ -1,4 +1,4 @@
-"""The opening of an endpoint; like :mod:`aiocomms.communicator.opening`, this module imports little."""
+"""The opening of an endpoint. This module imports only few modules; see :mod:`aiocomms.communicator.opening`."""
 
 from __future__ import annotations
 

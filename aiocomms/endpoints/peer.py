@@ -1,4 +1,4 @@
-"""A connection to another endpoint, as the program uses it: messages, regions and hand-overs of leases."""
+"""The program's handle for a connection to another endpoint: messages, regions and hand-overs of leases."""
 
 from __future__ import annotations
 
@@ -54,8 +54,9 @@ class End(enum.Enum):
 class Peer(Handle):
     """A connected endpoint; made by :meth:`Endpoint.connect` and :meth:`Endpoint.accept`.
 
-    The two endpoints form a communicator of two ranks, with the deadlines, errors, flight recorder and rules of every
-    communicator. The loss of one connection does not affect other peers. ``async with`` closes the connection.
+    The two endpoints form a communicator of two ranks. Its deadlines, errors, flight recorder and rules are those of
+    any communicator. The loss of one connection does not affect connections to other endpoints. ``async with`` closes
+    the connection.
     """
 
     _signals: Window
@@ -74,9 +75,9 @@ class Peer(Handle):
 
         :param grant: see :class:`Attachments`.
         :param ended: a function that is called when the connection ends.
-        :param counter: the hand-over state of this endpoint.
-        :param earlier: a function that waits until this end of each earlier connection with the other endpoint is
-            closed.
+        :param counter: the hand-over state that all connections of this endpoint share.
+        :param earlier: a function that waits until this endpoint has closed its end of all earlier connections with the
+            other endpoint.
         :param endpoint: the name of this endpoint.
         """
         self._comm, self._address, self._ended = comm, address, ended
@@ -100,7 +101,7 @@ class Peer(Handle):
         return f"<Peer {self.name} of {self._comm!r}>"
 
     async def _begin(self) -> None:
-        """Open the window for signals together with the other end. Afterwards both ends receive notes."""
+        """Open the window that :meth:`signal` uses, together with the other end. Afterwards both ends receive notes."""
         # The window for signals has one element: signals of an empty window would not be ordered behind puts.
         memory = buffers.zeros(1, dtype=torch.uint8, device=self._comm.device)
         self._signals = await self._comm._begin_window(memory, name="")
@@ -123,21 +124,22 @@ class Peer(Handle):
 
     @property
     def transports(self) -> dict[str, str]:
-        """The names of the transports, by the family of operations that each one carries."""
+        """The name of the transport for each family of operations."""
         return self._comm.transports
 
     @property
     def closed(self) -> bool:
         """True once the connection is over: closed on either side, or lost.
 
-        If the other side closed the connection, this side can still receive messages that were sent before.
+        If the other side closed the connection, this side can still receive messages that the other side sent before
+        the close.
         """
         return self._over.is_set
 
     def statistics(self) -> Statistics:
         """Return the statistics of the connection at this end; see :meth:`Communicator.statistics`.
 
-        The windows in the statistics are the open regions. ``bytes`` counts the bytes of this endpoint's regions.
+        The statistics list the open regions as windows. ``bytes`` counts the bytes of this endpoint's regions.
         ``peer_bytes`` counts the bytes of the other endpoint's regions.
         """
         return self._comm.statistics()
@@ -192,7 +194,10 @@ class Peer(Handle):
     async def open_stream(
         self, capacity: int = 8, name: str = "", *, items: Any = Tensor, capacity_bytes: int | None = None
     ) -> ItemStream[Any]:
-        """Open a stream to the other endpoint, which makes the same call; see :meth:`Communicator.open_stream`."""
+        """Open a stream to the other endpoint; see :meth:`Communicator.open_stream`.
+
+        The other endpoint must also call this method.
+        """
         return await self._comm.open_stream(self._other, capacity, name, items=items, capacity_bytes=capacity_bytes)
 
     # ------------------------------------------------------------------------------------------------------- regions
@@ -225,7 +230,7 @@ class Peer(Handle):
         return remote
 
     async def _attached(self, descriptor: bytes, timeout: OpTimeout) -> tuple[RemoteRegion, OpTimeout]:
-        """Return the region, opened if needed, and the timeout that is left for the operation."""
+        """Return the region and the rest of the timeout for the operation. Open the region if it is not open."""
         remote = self._remotes.get(descriptor) if type(descriptor) is bytes else None
         if remote is not None and not remote.closed:
             return remote, timeout
@@ -240,7 +245,7 @@ class Peer(Handle):
     ) -> Given:
         """Write a tensor into a region: call :meth:`attach` if needed, then :meth:`RemoteRegion.put`.
 
-        :returns: ``tensor``, which you may change again.
+        :returns: ``tensor``; the program may now change the tensor.
         :raises CommError: :meth:`attach` or :meth:`RemoteRegion.put` has failed.
         """
         remote, left = await self._attached(descriptor, timeout)
@@ -286,20 +291,20 @@ class Peer(Handle):
     ) -> Any:
         """Lend the blocks of a lease to the other endpoint, and wait until that endpoint gives the blocks back.
 
-        The other endpoint gets the blocks from :meth:`Endpoint.handed`. If this call fails or is cancelled, it takes
-        the blocks back, and waits up to 5 s for the other endpoint to release them. If the other endpoint does not
-        release them, the connection is lost. Blocks into which the other endpoint may still write count as
-        :attr:`Pool.held` after the end of the lease.
+        The other endpoint gets the blocks from :meth:`Endpoint.handed`. If this call fails or is cancelled, the call
+        takes the blocks back, and waits up to 5 s for the other endpoint to release them. If the other endpoint does
+        not release them, the connection is lost. After the end of the lease, :attr:`Pool.held` counts the blocks into
+        which the other endpoint may still write.
 
         :param lease: a lease of a pool of this endpoint. A lease may be handed over several times, also concurrently.
-        :param meta: an object for the other program. :meth:`send_object` must accept the object, which has at most
-            256 KiB.
+        :param meta: an object for the other program. The object may have at most 256 KiB, and :meth:`send_object` must
+            accept it.
         :param write: True if the other endpoint fills the blocks; this program must not use them meanwhile. False if
             the other endpoint reads the blocks; this program may only read them meanwhile.
         :param timeout: the deadline in seconds for the other endpoint to give the blocks back; None: no deadline. The
             default is the endpoint's timeout.
         :returns: the answer that the other program passed to :meth:`HandedLease.give_back`. All writes of the other
-            program are visible by then.
+            program are visible when this call returns.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises LeaseError: the other program has released the blocks without an answer, or the lease has ended.
         :raises CommTimeoutError: the blocks were not given back in time. If the other endpoint does not release the
@@ -332,7 +337,7 @@ class Peer(Handle):
     async def lost(self) -> CommError:
         """Wait until the connection is lost, for example by the death of a process, an abort or a deadline.
 
-        :returns: the error that caused the loss, see :meth:`Communicator.lost`.
+        :returns: the error that caused the loss; see :meth:`Communicator.lost`.
         :raises CommClosedError: the connection was closed on either side.
         """
         await self._over
@@ -377,7 +382,7 @@ class Peer(Handle):
             await self._release()
 
     async def _release(self) -> None:
-        """Close this end once each end has released the blocks that the other end lent to it."""
+        """Release the borrowed blocks, wait up to 1 s until the lent blocks are released, and close this end."""
         try:
             await self._hand_overs.part()
         finally:  # The scope of ``part`` does not shield it from asyncio's own cancel().
@@ -394,7 +399,10 @@ class Peer(Handle):
             await self._released
 
     def _when_still(self, call: Callable[[], object]) -> None:
-        """Call a function after :meth:`_still`. If the connection is not over, call the function at once."""
+        """Call a function when :meth:`_still` has returned.
+
+        If the connection is not over, call the function at once.
+        """
 
         async def run() -> None:
             await self._still()
@@ -410,7 +418,7 @@ class Peer(Handle):
             await self._settle(COMM_TIMEOUT)
 
     async def _settle(self, timeout: OpTimeout) -> None:
-        """Wait until all puts so far are visible to their owners."""
+        """Wait until all puts so far are visible to the owners of the regions."""
         settling = [remote._settling(timeout) for remote in self._remotes.values() if not remote._settled]
         for one in settling:
             await self._settle_one(*one)
@@ -428,7 +436,7 @@ class Peer(Handle):
         await self.aclose()
 
     def _worded(self, error: CommError) -> CommError:
-        """Return an error of the communicator with "endpoint" in place of ranks in its message."""
+        """Return a communicator's error with another message, which names endpoints instead of ranks."""
         names = {self._comm.rank: "this endpoint", self._other: "the other endpoint"}
         if isinstance(error, CommAbortedError) and error.message == closed_by(self._other).message:
             return CommClosedError(_LEFT, comm=self._where, op=error.op, seq=error.seq)
@@ -443,7 +451,10 @@ class Peer(Handle):
         self._hand_overs.hear(word)
 
     def _left(self) -> None:
-        """Record that the other end has closed. Its messages may still be on their way, or wait for a receive."""
+        """Record that the other end has closed.
+
+        Messages of the other end may still be in transit, or may have arrived before the program receives them.
+        """
         self._why = CommClosedError(_LEFT)
         self._end(self._why, End.LEFT)
 

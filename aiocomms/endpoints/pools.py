@@ -30,11 +30,11 @@ SLOTS: Final = 1024
 
 
 class LentBlocks(Protocol):
-    """The attributes and methods of a hand-over that its lease uses."""
+    """The interface of hand-overs for leases: a lease uses only these attributes and methods."""
 
     @property
     def ended(self) -> bool:
-        """True once the hand-over has ended, even if a borrower whose connection is lost still holds the blocks."""
+        """True once the hand-over has ended. After a lost connection, the borrower may then still use the blocks."""
 
     async def take_back(self, why: str) -> None:
         """End the hand-over, and wait until the borrower has released the blocks or the connection is over."""
@@ -46,9 +46,9 @@ class LeaseLedger:
     words: Tensor
     """An integer, the *word*, for each hand-over: the number of the hand-over until the hand-over ends, then 0.
 
-    A borrower reads the word after the blocks. The owner changes the word before another lease may get the blocks. So
-    if the borrower reads an unchanged word, the data of the blocks is valid, as with a sequence lock (Lameter,
-    "Effective Synchronization on Linux/NUMA Systems", 2005).
+    A borrower first reads the blocks, and then the word. The owner changes the word before another lease may get the
+    blocks. So if the word is unchanged, the data that the borrower has read is valid. A sequence lock has the same
+    principle (Lameter, "Effective Synchronization on Linux/NUMA Systems", 2005).
     """
     region: Region
     """The region through which other endpoints read the words."""
@@ -60,7 +60,7 @@ class LeaseLedger:
         self._slots = list(range(SLOTS))
         self._free = Bell(driver)
         self._held: dict[tuple[bytes, int], _OutOfUse] = {}
-        """The held hand-overs, by borrower and number."""
+        """The hand-overs whose blocks no lease may get yet, by borrower and number of the hand-over."""
 
     def open(self, register: Callable[..., Region]) -> None:
         """Create :attr:`words`, unless they exist already.
@@ -92,7 +92,7 @@ class LeaseLedger:
         self.words[slot] = number
 
     def hold(self, borrower: bytes, number: int, process: int, freed: Callable[[], object]) -> None:
-        """Keep a hand-over's blocks out of use until the borrower has released them, or its process has ended.
+        """Withhold the blocks of a hand-over until the borrower has released them, or the borrower's process has ended.
 
         :param borrower: the number of the borrower's endpoint.
         :param process: the id of the borrower's process; 0 if it is unknown.
@@ -108,7 +108,7 @@ class LeaseLedger:
             self._driver.watch(fd, lambda: self.let_go(borrower, number))
 
     def let_go(self, borrower: bytes, number: int) -> None:
-        """Free a held hand-over. Idempotent."""
+        """Allow the use of blocks that :meth:`hold` has withheld. Idempotent."""
         held = self._held.pop((borrower, number), None)
         if held is not None:
             self._unwatch(held)
@@ -131,10 +131,10 @@ class LeaseLedger:
 
 
 class _OutOfUse(NamedTuple):
-    """An ended hand-over whose blocks no lease may get yet."""
+    """A hand-over that has ended, but whose blocks no lease may get yet."""
 
     fd: int | None
-    """A file descriptor of the borrower's process, if the process is known."""
+    """A file descriptor that becomes readable when the borrower's process ends; None if there is no such descriptor."""
     freed: Callable[[], object]
 
 
@@ -179,7 +179,7 @@ class Pool(Handle):
 
     @property
     def held(self) -> int:
-        """The number of blocks whose lease has ended, but which are still in use.
+        """The number of blocks that are in use although their lease has ended.
 
         Blocks are held if the connection was lost, and a borrower may still write into them. These blocks become free
         once the borrower has released them, or the borrower's process has ended. Blocks are also held while a cancelled
@@ -243,7 +243,7 @@ class Pool(Handle):
         return turn.blocks
 
     def _serve(self) -> None:
-        """Give blocks to the waiting tasks, in their order."""
+        """Give free blocks to the waiting tasks, in the order of their calls."""
         while self._turns and (self._closed or self._turns[0].count <= len(self._free)):
             turn = self._turns.popleft()
             if not self._closed:
@@ -257,11 +257,11 @@ class Pool(Handle):
         self._serve()
 
     def _hold(self, change: int) -> None:
-        """Add to the count of held blocks."""
+        """Add ``change`` to the number of held blocks."""
         self._held += change
 
     def _close(self) -> None:
-        """Refuse further leases: the endpoint is closed."""
+        """Refuse further leases, because the endpoint is closed."""
         self._closed = True
         self._serve()
 
@@ -274,7 +274,7 @@ class LeasedBlocks(Handle):
 
     @property
     def _lease(self) -> Lease:
-        """The lease of the blocks."""
+        """The lease to which the blocks belong."""
         assert self._of is not None
         return self._of
 
@@ -292,7 +292,7 @@ class LeasedBlocks(Handle):
 
     @property
     def pool(self) -> Pool:
-        """The pool of the blocks."""
+        """The pool to which the blocks belong."""
         return self._pool
 
     def select(self, places: Sequence[int]) -> LeasedBlocks:
@@ -304,7 +304,7 @@ class LeasedBlocks(Handle):
 
 
 def selected(blocks: tuple[int, ...], places: Sequence[int]) -> tuple[int, ...]:
-    """Return the blocks of a lease at some places.
+    """Return the blocks of a lease at the given places.
 
     :param places: indices into ``blocks``.
     :raises ArgumentError: ``places`` is no sequence, or a place is out of range.
@@ -338,7 +338,7 @@ class Lease(LeasedBlocks):
 
     @property
     def ended(self) -> bool:
-        """True once the lease has ended, so that its blocks may belong to another lease."""
+        """True once the lease has ended. After its end, the blocks may belong to another lease."""
         return self._ended
 
     def _check(self) -> None:
@@ -385,7 +385,7 @@ class Lease(LeasedBlocks):
             self._pool._put(self._blocks)
 
     async def _end(self, why: str) -> None:
-        """Take all hand-overs back, and free the blocks unless they are still in use."""
+        """Take the blocks back from all borrowers, and free the blocks unless a borrower or operation uses them."""
         self._ending = True
         try:
             # The hand-over itself raises the error.

@@ -62,7 +62,10 @@ class Attachment:
         self.owner, self.number, self.descriptor = owner, number, descriptor
         self.opened, self.closed = opened, closed
         self.window: Window | None = None
-        """The window; None until the window is opened. It stays None if the connection is lost before that."""
+        """The window; None until the window is opened.
+
+        The attribute stays None if the connection is lost before the window is opened.
+        """
         self.over = ""
         """The reason why no operation may start on the region any more; empty while operations may start."""
         self.leaving = False
@@ -71,8 +74,8 @@ class Attachment:
 class Region(Handle):
     """Memory of this endpoint that other endpoints may read or write; made by :meth:`Endpoint.register`.
 
-    An ``async with`` block revokes the region at its end. Even a cancelled block then waits until no peer writes the
-    memory any more, or until the endpoint's timeout has passed.
+    An ``async with`` block revokes the region at its end. Even if the task is cancelled, the block waits until no peer
+    writes the memory any more, or until the endpoint's timeout has passed.
     """
 
     def __init__(
@@ -109,13 +112,13 @@ class Region(Handle):
         """Revoke the region: refuse new operations, and wait for pending operations. Idempotent.
 
         When this call returns, no connected endpoint reads or writes the region. An endpoint whose connection was lost
-        earlier may still write if its process lives.
+        earlier may write until the process of that endpoint ends.
 
         :param timeout: the deadline in seconds for all other endpoints to release the region; None: no deadline. The
             default is the endpoint's timeout.
         :raises ArgumentError: ``timeout`` is not valid; nothing was revoked.
         :raises CommTimeoutError: an endpoint did not release the region in time. The connection with that endpoint is
-            lost. While the endpoint's process lives, its pending operations may still complete.
+            lost. Pending operations of that endpoint may complete until the process of that endpoint ends.
         :raises RuntimeError: the call is not on the endpoint's thread.
         """
         if get_ident() != self._thread:
@@ -138,11 +141,11 @@ class Region(Handle):
         return self._says.number
 
     def _part(self) -> Tensor:
-        """Return the memory that another endpoint may open: an empty tensor once the region is revoked."""
+        """Return the memory that another endpoint may open. After the revocation, return an empty tensor."""
         return self._memory.new_empty(0) if self._revoked else self._memory
 
     def _opened(self, attachment: Attachment, close: Close) -> None:
-        """Record that another endpoint has opened the region. :meth:`_left` ends this state."""
+        """Record that another endpoint has opened the region. :meth:`_left` removes this record."""
         self._open[attachment] = close
 
     def _left(self, attachment: Attachment) -> None:
@@ -196,7 +199,7 @@ class RemoteRegion(Described):
         self._window: Window = attachment.window
         self._owner = attachment.owner
         self._puts = self._seen = 0
-        """The number of puts, and the number of puts that are known to be visible to the owner."""
+        """``_puts`` counts all puts. ``_seen`` counts the puts that are known to be visible to the owner."""
 
     def __repr__(self) -> str:
         state = f" ({self._attachment.over})" if self._attachment.over else ""
@@ -217,7 +220,7 @@ class RemoteRegion(Described):
         return self, self._puts, self._window.flush(self._owner, timeout=timeout)
 
     def _is_of(self, attachment: Attachment) -> bool:
-        """Return whether this handle belongs to that attachment, not to an earlier one of the same region."""
+        """Return whether this handle belongs to ``attachment``, and not to an earlier attachment of the same region."""
         return self._attachment is attachment
 
     def put(
@@ -268,7 +271,7 @@ class RemoteRegion(Described):
         self, tensor: Given, offsets: Sequence[int] | Tensor, starts: Sequence[int] | Tensor, count: int,
         *, timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:  # fmt: skip
-        """Write runs of a tensor's elements, all of the same length, into the region; see :meth:`Window.put_v`.
+        """Write several runs of a tensor's elements, all of the same length, into the region; see :meth:`Window.put_v`.
 
         :raises RegionError: the region is not writable or no longer usable; nothing was sent.
         """
@@ -281,7 +284,7 @@ class RemoteRegion(Described):
         self, tensor: Given, offsets: Sequence[int] | Tensor, starts: Sequence[int] | Tensor, count: int,
         *, timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:  # fmt: skip
-        """Read runs of the region's elements, all of the same length, into a tensor; see :meth:`Window.get_v`.
+        """Read several runs of the region's elements, all of the same length, into a tensor; see :meth:`Window.get_v`.
 
         :raises RegionError: the region is not readable or no longer usable; nothing was sent.
         """

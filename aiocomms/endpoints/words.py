@@ -30,14 +30,14 @@ class Refuse(msgspec.Struct, tag=1, array_like=True):
 
 
 class Grant(msgspec.Struct, tag=2, array_like=True):
-    """A consent to an :class:`Ask` of the leader (rank 0). The leader then opens the region."""
+    """The consent of rank 1 to an :class:`Ask` that the leader (rank 0) has sent. The leader then opens the region."""
 
     question: int
     number: int
 
 
 class RegionOpening(msgspec.Struct, tag=3, array_like=True):
-    """A notice of the leader that it opens a region of the rank ``owner`` at the request of the other rank."""
+    """A note in which the leader says that it opens a region of rank ``owner``, as the other rank requested."""
 
     owner: int
     number: int
@@ -53,7 +53,7 @@ class Leave(msgspec.Struct, tag=4, array_like=True):
 
 
 class Closing(msgspec.Struct, tag=5, array_like=True):
-    """A notice of the leader that it closes a region."""
+    """A note in which the leader says that it closes a region."""
 
     owner: int
     number: int
@@ -61,16 +61,16 @@ class Closing(msgspec.Struct, tag=5, array_like=True):
 
 
 class Bye(msgspec.Struct, tag=6, array_like=True):
-    """A notice of an endpoint that it closes the connection."""
+    """A note in which an endpoint says that it closes the connection."""
 
 
 class Here(msgspec.Struct, tag=7, array_like=True):
     """The first note that each end of a connection sends; it says where the sender's process runs."""
 
     place: str
-    """The host and its process-id namespace: ends in the same place may map each other's memory."""
+    """The host and the process-id namespace. Two ends with the same place may map each other's memory."""
     process: int
-    """The process id in that place; 0 if it is unknown."""
+    """The id of the sender's process in ``place``; 0 if the id is unknown."""
 
 
 class Shelf(msgspec.Struct, tag=8, array_like=True):
@@ -80,7 +80,7 @@ class Shelf(msgspec.Struct, tag=8, array_like=True):
     blocks: bytes
     """The descriptor of the pool's memory."""
     words: bytes
-    """The descriptor of the region of :attr:`LeaseLedger.words`, by which a borrower checks its reads."""
+    """The descriptor of the region with :attr:`LeaseLedger.words`. A borrower uses this region to check its reads."""
     shape: tuple[int, ...]
     """The shape of the pool's memory: the number of blocks, then the shape of a block."""
 
@@ -96,7 +96,7 @@ class Lend(msgspec.Struct, tag=9, array_like=True):
     write: bool
     body: bytes
     more: int = 0
-    """The number of :class:`Piece` notes that carry the rest of the body."""
+    """The number of :class:`Piece` notes that contain the rest of the body."""
 
 
 class Piece(msgspec.Struct, tag=10, array_like=True):
