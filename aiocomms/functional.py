@@ -119,7 +119,8 @@ def gather(tensor: Given, dst: int, group: AnyGroup = None) -> Work[Given | None
 def scatter(tensor: TensorLike | None, src: int, group: AnyGroup = None) -> Work[Any]:
     """Cut rank ``src``'s tensor along dimension 0 into ``size`` equal chunks, and give each rank its chunk.
 
-    :param tensor: the tensor to cut, on ``src``. Other ranks ignore it, and learn shape and dtype from rank ``src``.
+    :param tensor: the tensor to cut, on ``src``. Other ranks ignore this argument, and receive the shape and the dtype
+        from rank ``src``.
     """
     comm = get_comm(group)
     mine = _dense("tensor", tensor) if comm.rank == src else None
@@ -137,7 +138,7 @@ def reduce_scatter(tensor: Given, op: ReduceOp | str = ReduceOp.SUM, group: AnyG
 
 
 def all_to_all(tensor: Given, group: AnyGroup = None) -> Work[Given]:
-    """Send chunk ``r`` of a tensor to rank ``r``; chunk ``r`` of the result is the chunk that rank ``r`` sends here.
+    """Send chunk ``r`` of a tensor to rank ``r``; chunk ``r`` of the result comes from rank ``r``.
 
     The chunks are the ``size`` equal parts of dimension 0.
     """
@@ -159,7 +160,7 @@ class ScatterNew(Op, frozen=True, eq=False):
     src: int
     tensor: Tensor | None
     given: Any
-    """The pattern of the result: on rank ``src``, the tensor or array that the caller passed."""
+    """The object whose type the result must have: on rank ``src``, the tensor or array that the caller passed."""
 
     def check(self, group: CheckedComm) -> None:
         """See :meth:`Op.check`."""
