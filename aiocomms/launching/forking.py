@@ -1,4 +1,7 @@
-"""The supervisor's side of the fork server: it starts the fork server, and exchanges messages with it."""
+"""The supervisor's side of the fork server.
+
+This side starts the fork server, and exchanges messages with the fork server.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from aiocomms.lowlevel import run_in_thread
 
 _CODE: Final = "import sys; from aiocomms.launching.forkserver import main; main(int(sys.argv[1]))"
 _MARGIN: Final = 10.0
-"""Seconds after the grace time until the supervisor kills a fork server that has not ended."""
+"""The seconds between the end of the grace time and SIGKILL to a fork server that has not ended."""
 
 
 class ForkServer:
@@ -32,7 +35,10 @@ class ForkServer:
 
     def __init__(self, settings: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         self.ready = self.killed = False
-        """True once the process has imported all modules, or :meth:`signal` has killed it during the imports."""
+        """``ready`` is True once the fork server has imported all modules.
+
+        ``killed`` is True once this object has killed the fork server.
+        """
         self._grace = float(settings["grace"])
         first = _encoded(settings, "the program's arguments have")
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

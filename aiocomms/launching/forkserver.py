@@ -105,7 +105,7 @@ class _Server:
                     return None
 
     def _next(self) -> tuple[list[Any], list[int]]:
-        """Return the next message, empty if there is none yet, and the file descriptors that came with it."""
+        """Return the next message and its file descriptors. If there is no message yet, return two empty lists."""
         flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         try:
             # socket.recv_fds drops the flags.
@@ -155,7 +155,7 @@ class _Server:
             self._reap()
 
     def _fork(self, key: str, environment: dict[str, str], descriptors: list[int]) -> Birth | None:
-        """Fork. Return the program and the environment in the child process, and None in this process."""
+        """Fork. Return the program and the environment in the child process, and None in the parent process."""
         parent = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -181,7 +181,9 @@ class _Server:
 
 
 def _part(ranks: int) -> None:
-    """Leave the process group of the fork server. If there is a core for each rank, also leave its session.
+    """Leave the process group of the fork server.
+
+    If each rank can have its own core, also leave the session of the fork server.
 
     Linux first divides the time of the cores among sessions (autogroup). So a rank in a separate session gets more time
     while other programs run. Ranks that share a core are slower in separate sessions, because sessions interrupt each
@@ -266,7 +268,7 @@ def _set_path(program: Sequence[str]) -> None:
 
 
 def _reserve(descriptor: int) -> None:
-    """Open the null device with this descriptor, so that no other file gets the number."""
+    """Open the null device with a given file descriptor, so that no other file gets the same descriptor."""
     null = os.open(os.devnull, os.O_RDWR)
     if null != descriptor:
         os.dup2(null, descriptor, inheritable=False)

@@ -18,12 +18,15 @@ _LARGEST: Final = 8192
 _PATIENCE: Final = 5.0
 """Seconds within which a client must send its request."""
 _MOST: Final = 32
-"""The most connections at a time. A further connection replaces the oldest connection."""
+"""The largest number of connections at the same time. A further connection replaces the oldest connection."""
 _PAUSE: Final = 0.1
-"""Seconds before another attempt to accept a connection, if there is no free descriptor for it."""
+"""The seconds before the next attempt to accept a connection, after an attempt has failed."""
 
 State = Callable[[], Mapping[str, Any]]
-"""A function that returns the body of an answer. Its field ``ready`` is true if all ranks have a communicator."""
+"""A function that returns the body of an answer.
+
+The field ``ready`` of the body is true if all ranks have a communicator.
+"""
 
 
 def answer(request: bytes, state: Mapping[str, Any]) -> bytes:
@@ -51,9 +54,10 @@ def answer(request: bytes, state: Mapping[str, Any]) -> bytes:
 
 
 async def serve_health(at: At, state: State, *, task_status: TaskStatus[At]) -> None:
-    """Answer requests until this call is cancelled. Each connection carries one request.
+    """Answer requests until this call is cancelled. A client can send one request on each connection.
 
-    :param task_status: the object that gets the address. If the port of ``at`` is 0, the system chooses the port.
+    :param task_status: the object through which this function reports the address. If the port of ``at`` is 0, the
+        system chooses the port.
     :raises ArgumentError: the address cannot be bound.
     """
 

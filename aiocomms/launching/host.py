@@ -22,8 +22,9 @@ _KILLED: Final = -9
 _CLOSED: Final = -1
 
 Event = tuple[Any, ...]
-"""An event: ``("ended", rank, incarnation, code)``, ``("formed", rank, incarnation, name, epoch)``,
-``("lost", rank, name, epoch)``, ``("leaves", rank, incarnation)``, ``("stop", why)``, ``("replace",)``."""
+"""An event, in one of these forms: ``("ended", rank, incarnation, code)``,
+``("formed", rank, incarnation, name, epoch)``, ``("lost", rank, name, epoch)``, ``("leaves", rank, incarnation)``,
+``("stop", why)``, ``("replace",)``."""
 
 
 class RankProcess:
@@ -35,8 +36,10 @@ class RankProcess:
         self.pid: int | None = None
         self.formed = False
         self.pipes: list[int] = []
-        """This process's ends of stdout, stderr and the *line*: a socket for the rank's reports and for
-        announcements."""
+        """The supervisor's ends of three channels: stdout, stderr and the *line*.
+
+        The line is a socket for reports of the rank, and for announcements to the rank.
+        """
         self.theirs: list[int] = []
         line = socket.socketpair()
         for mine, its in (os.pipe(), os.pipe(), (line[0].detach(), line[1].detach())):
@@ -50,7 +53,7 @@ class RankProcess:
         self.pumping = 2
 
     def announce(self, what: str) -> None:
-        """Tell the process the reason for the next signal; see ``bootstrap/supervised.py``."""
+        """Tell the process the reason of the signal that follows; see ``bootstrap/supervised.py``."""
         if self.pipes[2] != _CLOSED:
             with contextlib.suppress(OSError):  # The process may just have ended.
                 os.write(self.pipes[2], f"{what}\n".encode())
@@ -160,7 +163,7 @@ class HostProcesses:
             self._tell(("ended", process.rank, process.incarnation, _KILLED))
 
     def _of(self, key: str) -> RankProcess | None:
-        """Return a process by its name in messages; None if :meth:`aclose` has ended it."""
+        """Return the process with a given :attr:`RankProcess.key`; None if the process is no longer running."""
         process = self.processes.get(int(key.partition(".")[0]))
         return process if process is not None and process.key == key else None
 
@@ -183,7 +186,7 @@ class HostProcesses:
             os.close(pipe)
 
     def _read_reports(self, process: RankProcess) -> bool:
-        """Read the available reports from the line. Return False if the rank has closed the line."""
+        """Read the available reports from the rank's socket. Return False if the rank has closed the socket."""
         if process.pipes[2] == _CLOSED:
             return False
         data = _read(process.pipes[2])
@@ -224,7 +227,10 @@ class HostProcesses:
 
 
 def _read(pipe: int) -> bytes | None:
-    """Return the available data of a pipe: empty if the pipe was closed, None if there is no data yet."""
+    """Return the available data of a pipe.
+
+    Return None if there is no data yet, and empty bytes if the pipe was closed.
+    """
     try:
         return os.read(pipe, _PIECE)
     except BlockingIOError:

@@ -24,9 +24,9 @@ from aiocomms.lowlevel.jobstore import JobStore
 from aiocomms.lowlevel.stores import new_server, store_errors
 
 _COMES: Final = 600.0
-"""Seconds for which a host waits for the first host."""
+"""The seconds for which a host waits until the first host has started."""
 _LEAVES: Final = 10.0
-"""Seconds for which the first host waits until the other hosts have confirmed the end of the job."""
+"""The seconds for which the first host waits until the other hosts have confirmed the end of the job."""
 _ANSWERS: Final = timedelta(seconds=30)
 """The time after which a first host that does not answer counts as failed."""
 _PAUSE: Final = 0.05
@@ -34,7 +34,7 @@ _PAUSE: Final = 0.05
 
 
 class HostQueue:
-    """The message queues of all hosts, as one host uses them. All calls block.
+    """One host's access to the message queues of all hosts. All calls block.
 
     :param at: the address of the rendezvous.
     :param host: the number of this host.
@@ -80,7 +80,7 @@ class HostQueue:
         return message
 
     def close(self) -> None:
-        """End a pending :meth:`receive`, whose thread would otherwise keep the store alive."""
+        """End a pending :meth:`receive`, because its thread keeps the store alive."""
         self._closed = True
 
 
@@ -93,7 +93,7 @@ def _serve(at: At) -> JobStore:
 
 
 class OtherHosts:
-    """The other hosts, as the first host uses them.
+    """The first host's access to the other hosts.
 
     :param size: the number of hosts.
     :param tell: the function to call with each event of another host.

@@ -41,7 +41,7 @@ class Job(msgspec.Struct, kw_only=True, frozen=True):
     """The reaction to the death of a rank: ``never`` ends all ranks; ``on-failure`` starts a new process for this
     rank."""
     max_restarts: int = 8
-    """The most restarts of one rank within 60 s. A further failure ends the job."""
+    """The largest number of restarts of one rank within 60 s. A further failure ends the job."""
     grace: float = 30.0
     """Seconds from SIGTERM to SIGKILL, when the supervisor ends a rank."""
     nnodes: int = 1
@@ -123,7 +123,7 @@ class Job(msgspec.Struct, kw_only=True, frozen=True):
             raise ArgumentError(f"there is no file {first!r}")
 
     def warnings(self, environ: Mapping[str, str], cores: int) -> list[str]:
-        """Return warnings about the job's use of a host with ``cores`` cores."""
+        """Return warnings about the job on a host with ``cores`` cores: the job may start too many ranks or threads."""
         threads = environ.get("OMP_NUM_THREADS", "1")
         if self.ranks > cores:
             return [
@@ -147,7 +147,9 @@ def _plain(value: object) -> object:
 
 
 def place(name: str, text: str) -> At:
-    """Parse an address of the form ``HOST:PORT``, ``[HOST]:PORT`` or ``PORT``, which means the loopback address.
+    """Parse an address of the form ``HOST:PORT``, ``[HOST]:PORT`` or ``PORT``.
+
+    Without a host, the host is the loopback address.
 
     :param name: the name of the option, for the error.
     :raises ArgumentError: ``text`` has another form.

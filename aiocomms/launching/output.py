@@ -16,17 +16,17 @@ from aiocomms.errors import CommError
 from aiocomms.lowlevel import run_in_thread
 
 LONGEST: Final = 2**16
-"""The longest line in bytes. A longer one is printed as several lines."""
+"""The longest line in bytes. A longer line is printed as several lines."""
 _COLOURS: Final = (36, 33, 32, 35, 34, 31)
 _OUT, _ERR = 1, 2
 _LAST: Final = 5.0
-"""The most seconds for printing the remaining output after all ranks have ended."""
+"""The largest number of seconds for printing the remaining output after all ranks have ended."""
 _PAUSE: Final = 0.1
 """Seconds before another attempt to print, if the system has no free thread or file descriptor."""
 
 
 class LineSplitter:
-    """A converter of the pieces of a stream to whole lines."""
+    """An object that receives the data of a stream in pieces, and returns whole lines."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -40,7 +40,7 @@ class LineSplitter:
         return lines
 
     def end(self) -> list[bytes]:
-        """Return the rest after the last line end."""
+        """Return the data after the last line end."""
         rest, self._rest = self._rest, b""
         return [rest] if rest else []
 
@@ -54,7 +54,7 @@ def prefixes(size: int, *, coloured: bool) -> list[bytes]:
 
 
 def is_coloured(descriptor: int, environ: Mapping[str, str]) -> bool:
-    """Return whether to colour lines: the descriptor is a terminal, NO_COLOR is not set, and TERM is not "dumb"."""
+    """Return True if the descriptor is a terminal, NO_COLOR is not set, and TERM is not "dumb"."""
     return os.isatty(descriptor) and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
@@ -97,7 +97,7 @@ class Printer:
                 await to_thread.run_sync(_write, log.fileno(), b"".join(line + b"\n" for line in lines))
 
     def say(self, text: str) -> None:
-        """Queue a sentence of the supervisor, to be printed on stderr."""
+        """Queue a sentence that the supervisor prints on stderr."""
         self._say.send_nowait(text)
 
     async def print_sentences(self) -> None:
@@ -107,11 +107,14 @@ class Printer:
                 await self._print(_ERR, f"aiocomms run: {text}\n".encode())
 
     def end(self) -> None:
-        """End :meth:`print_sentences` after the queued sentences."""
+        """End :meth:`print_sentences` when all queued sentences are printed."""
         self._say.close()
 
     def limit(self) -> None:
-        """Limit the time for the remaining output after the end of all ranks. Then drop unread output."""
+        """Limit the time for the remaining output after the end of all ranks.
+
+        After the limit, discard output that was not printed.
+        """
         self._ends = min(self._ends, anyio.current_time() + _LAST)
         for scope in self._prints:
             scope.deadline = self._ends

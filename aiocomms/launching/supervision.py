@@ -19,18 +19,26 @@ from typing import Final
 import msgspec
 
 WINDOW: Final = 60.0
-"""Seconds within which a rank's restarts are counted."""
+"""The length in seconds of the period in which a rank's restarts are counted."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
-"""Seconds before a rank's second restart within the window, and the longest pause. The pause doubles with each restart.
-The first restart has no pause."""
+"""``FIRST_PAUSE`` is the pause in seconds before a rank's second restart within :data:`WINDOW`.
+
+The pause doubles with each restart, up to ``LONGEST_PAUSE``. The first restart has no pause.
+"""
 LINGER: Final = 1.0
-"""Seconds in which a process that the other ranks consider dead may end by itself. Then it is killed."""
+"""The seconds for which a process may continue after the other ranks have lost it.
+
+Then the supervisor kills the process.
+"""
 SILENCE: Final = 30.0
-"""Seconds after which a host counts as failed if it does not report the end of a killed process."""
+"""The time limit, in seconds, for a host to report the end of a killed process.
+
+After the limit, the host counts as failed.
+"""
 ENDING: Final = 5.0
 """Seconds from SIGTERM to SIGKILL for the processes of a generation that cannot continue."""
 PATIENCE: Final = 60.0
-"""Seconds after which the supervisor prints the ranks that have not formed a communicator."""
+"""The seconds until the supervisor prints which ranks have not formed a communicator."""
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -49,7 +57,10 @@ class Tell(msgspec.Struct, frozen=True):
     rank: int
     signal: int
     replaced: bool = False
-    """True if the supervisor first tells the process that a new process replaces it while the other ranks continue."""
+    """True if a new process replaces this process while the other ranks continue.
+
+    The supervisor reports the replacement to the process before it sends the signal.
+    """
 
 
 class Say(msgspec.Struct, frozen=True):
@@ -74,18 +85,21 @@ class SupervisedRank:
         """The last epoch of each communicator that the process has formed, by name. Each reconfiguration begins an
         epoch."""
         self.leaving = False
-        """True once the process was told to end, or has reported that it leaves. A new process then replaces it."""
+        """True once the process was told to end, or has reported that it leaves.
+
+        A new process then replaces this process.
+        """
         self.due = False
         """True during the pause before the start of the next process."""
         self.code: int | None = None
         """The exit code of the last ended process; None: no process has ended.
 
-        If a signal ended the process, this is minus the signal's number.
+        If a signal ended the process, the value is the negative number of the signal.
         """
         self.order = 0
-        """The position of the last process's end among the ends of all processes."""
+        """The position of this rank's last process in the order in which all processes have ended."""
         self.begun: deque[float] = deque()
-        """The times of this rank's restarts within the window, after failures or because a process left."""
+        """The times at which this rank was restarted within :data:`WINDOW`, because a process had failed or left."""
 
     def allow(self, most: int, now: float) -> bool:
         """Count a restart, and return whether at most ``most`` restarts lie within the last :data:`WINDOW` seconds."""
@@ -143,7 +157,7 @@ class Supervision:
 
     @property
     def deadline(self) -> float | None:
-        """The time of the next :meth:`tick`; None if no alarm is set."""
+        """The time at which :meth:`tick` must be called next; None if no alarm is set."""
         return self._alarms[0][0] if self._alarms else None
 
     def code(self) -> int:
@@ -183,7 +197,7 @@ class Supervision:
     def lost(self, number: int, name: str, epoch: int, now: float) -> Sequence[Deed]:
         """Record that the other ranks of a communicator have lost a rank.
 
-        The supervisor kills the rank's process if it does not end soon.
+        The supervisor kills the process of the lost rank if the process does not end within :data:`LINGER` seconds.
         """
         self._now = now
         if 0 <= number < len(self.ranks) and self.stopping is None:
@@ -194,7 +208,10 @@ class Supervision:
         return self._done()
 
     def leaves(self, number: int, incarnation: int, now: float) -> Sequence[Deed]:
-        """Record that a process leaves. Kill the process if it does not end in time. A new process replaces it."""
+        """Record that a process leaves.
+
+        Kill the process if it does not end in time. A new process replaces the ended process.
+        """
         self._now, rank = now, self.ranks[number]
         if rank.alive and rank.incarnation == incarnation and not rank.leaving and self.stopping is None:
             rank.leaving = True
@@ -224,7 +241,7 @@ class Supervision:
         return self._done()
 
     def replace_all(self, now: float) -> Sequence[Deed]:
-        """Replace one rank after the other, from the highest to 0."""
+        """Replace one rank after the other, from the highest rank to rank 0."""
         self._now = now
         if self._rolling:
             self._say("the ranks are being replaced already")
@@ -236,7 +253,7 @@ class Supervision:
         return self._done()
 
     def tick(self, now: float) -> Sequence[Deed]:
-        """Handle the alarms that are due."""
+        """Handle the alarms whose time has come."""
         self._now = now
         return self._done()
 
@@ -269,7 +286,7 @@ class Supervision:
         self._alarm(SILENCE, rank, "silent")
 
     def _miss(self, rank: SupervisedRank) -> None:
-        """Treat a killed rank as ended, because its host does not report the end: the host does not work."""
+        """Treat a killed rank as ended. The rank's host has not reported the end, so the host has failed."""
         rank.alive, rank.code = False, -signal.SIGKILL
         if self.stopping is None:
             self._gave_up = rank.code
@@ -291,7 +308,10 @@ class Supervision:
             self._fail(rank, code)
 
     def _pause_after_leaving(self, rank: SupervisedRank) -> float:
-        """Count a restart, so that a rank that leaves often restarts after pauses. Such restarts never end the job."""
+        """Count a restart, and return the pause before the restart in seconds.
+
+        If a rank leaves often, the pauses become longer, but the restarts never end the job.
+        """
         rank.allow(self._most, self._now)
         return rank.pause()
 
@@ -314,7 +334,10 @@ class Supervision:
             self._replace(rank, rank.pause())
 
     def _replace(self, rank: SupervisedRank, pause: float) -> None:
-        """Start a newcomer. If no rank is left with which it could form a communicator, start all ranks again."""
+        """Start a newcomer.
+
+        If no rank is left that could form a communicator with the newcomer, start all ranks again.
+        """
         if any(it.alive and it.formed for it in self.ranks):
             rank.due = True
             self._alarm(pause, rank, "start")
@@ -340,7 +363,10 @@ class Supervision:
             self._alarm(self._anew, self.ranks[0], "anew")
 
     def _look_for_newcomers(self) -> None:
-        """End the job if newcomers wait for ended ranks. During a planned replacement, start all ranks again."""
+        """End the job if newcomers wait for ranks that have ended.
+
+        During a planned replacement, start all ranks again instead.
+        """
         waiting = [it for it in self.ranks if it.due or (it.alive and it.restarts and not it.formed)]
         if not waiting or any(it.alive and it.formed for it in self.ranks):
             return
@@ -406,7 +432,7 @@ class Supervision:
 
 
 def status(code: int) -> int:
-    """Return the exit code as a shell reports it: for a signal, 128 more than its number."""
+    """Return the exit code as a shell reports it: after a signal, 128 plus the number of the signal."""
     return 128 - code if code < 0 else code
 
 

@@ -150,7 +150,7 @@ class Supervisor(HostSupervisor):
     def __init__(self, job: Job, listener: socket.socket | None, printer: Printer, tasks: TaskGroup) -> None:
         super().__init__(job, listener, printer, tasks)
         self._stores: dict[int, tuple[TCPStore, int]] = {}
-        """The store of the current generation and its port, by the generation's number."""
+        """The store of the current generation and the store's port; the key is the number of the generation."""
         self._others: OtherHosts | None = None
         self.supervision: Supervision = Supervision(
             job.size, restart=job.restart == "on-failure", most=job.max_restarts, grace=job.grace
@@ -250,7 +250,10 @@ class Supervisor(HostSupervisor):
 
 
 class Follower(HostSupervisor):
-    """The supervisor of a host other than the first, which executes the orders of the first host's supervisor."""
+    """The supervisor of a host other than the first host.
+
+    This supervisor executes the orders of the first host's supervisor.
+    """
 
     _stops = 0
 
@@ -290,7 +293,10 @@ class Follower(HostSupervisor):
                     return int(code)
 
     async def _report(self, queue: HostQueue) -> None:
-        """Report this host's events to the first host. A second stop event kills the ranks even without an answer."""
+        """Report this host's events to the first host.
+
+        A second stop event kills the ranks even if the first host does not answer.
+        """
         reports, unsent = anyio.create_memory_object_stream[Event](math.inf)
         with reports, unsent:
             async with anyio.create_task_group() as tasks:
@@ -324,8 +330,8 @@ class Follower(HostSupervisor):
 def environment(environ: Mapping[str, str], nnodes: int = 1) -> dict[str, str]:
     """Return the environment of all ranks.
 
-    If ``environ`` does not set ``OMP_NUM_THREADS``, it is 1. If ``environ`` sets no token, a job on one host gets a new
-    token.
+    If ``environ`` does not set ``OMP_NUM_THREADS``, the ranks get the value 1. If ``environ`` sets no token, a job on
+    one host gets a new token.
     """
     given = dict(environ)
     given.setdefault("OMP_NUM_THREADS", "1")
@@ -354,9 +360,9 @@ def variables(job: Job, deed: Start, store: At) -> dict[str, str]:
 
 
 def open_store(host: str) -> tuple[TCPStore, int]:
-    """Serve a torch store at one address; torch itself would listen on every interface. Blocks.
+    """Serve a torch store at only one address, because torch itself would listen on every interface. Blocks.
 
-    :returns: the store, which serves clients as long as the object exists, and its port.
+    :returns: the store and the store's port. The store serves clients as long as the store object exists.
     :raises OSError: the address is not on this host.
     """
     from torch.distributed import TCPStore
@@ -378,7 +384,7 @@ def _folder(job: Job) -> Path | None:
 
 
 def first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first :class:`CommError` of an exception group, or without one the group's first error."""
+    """Return the first :class:`CommError` of an exception group, or the first error if the group has no such error."""
     errors: list[BaseException] = []
     pending: list[BaseException] = [group]
     while pending:
