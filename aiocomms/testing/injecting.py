@@ -1,7 +1,7 @@
 """The layer between a communicator and its transports, which injects faults.
 
 A transport starts ops only in its ``post``, so this layer wraps ``post``. Native shortcuts (native methods that start
-an op) would bypass the layer. They are off while a hook is registered, so the layer registers a hook.
+an op) would bypass the layer. These shortcuts are off while a hook is registered, so the layer registers a hook.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Differs = Literal["dtype", "size", "root"]
 Post = Callable[[Any, Any], float | None]
 
 STREAM = "stream"
-"""The name under which faults know the messages of streams."""
+"""The name that stands for messages of streams in :attr:`Fault.op`."""
 
 
 class Fault(msgspec.Struct, frozen=True, eq=False):
@@ -66,7 +66,7 @@ class Injected(NamedTuple):
     rank: int
     op: str
     call: int
-    """The number of this call, from 1, among the rank's calls of the ops that the fault names."""
+    """The number of this call, counted from 1. Only this rank's calls of the ops in :attr:`Fault.op` are counted."""
 
 
 class Injection(Handle):
@@ -193,7 +193,10 @@ class Link:
         return otherwise
 
     def _faults_of(self, work: Completion) -> list[Fault]:
-        """Return the faults of the program's op to which a work belongs. The library's own messages have no faults."""
+        """Find the op of the program to which a work belongs, and return the faults of this op.
+
+        Messages that the library itself sends have no faults.
+        """
         while isinstance(work, RunPart):
             work = work._run.work
         if not isinstance(work, StartedWork):
@@ -219,7 +222,10 @@ class Link:
             await anyio.sleep(seconds)
 
     def _kill(self) -> None:
-        """Kill this process or simulated process, or simulate the death of a rank that shares its process."""
+        """Kill this process or simulated process.
+
+        If several ranks share the process, simulate the death of this rank instead.
+        """
         core = self._core
         if not _in_memory(core._rendezvous.root):
             world = cast("SimulatedWorld | None", clock.simulation)
@@ -324,10 +330,12 @@ def link_of(comm: Communicator) -> Link:
 
 
 def different(op: ops.Op, differs: Differs, size: int) -> ops.Op:
-    """Return a changed op, so that the ranks disagree. The tensors of another dtype or size are copies.
+    """Return a changed op, so that the ranks disagree.
 
-    :raises UnsupportedOperation: ``differs`` is ``"root"``, but the op has no root, because the op is a message of a
-        collective.
+    If the dtype or size changes, the changed op has copies of the tensors.
+
+    :raises UnsupportedOperation: ``differs`` is ``"root"``, but the op has no root. Such an op is one of the messages
+        of a collective.
     """
     fields = {name: getattr(op, name) for name in op.__struct_fields__}
     if differs == "root":
@@ -362,14 +370,14 @@ def _name(op: ops.Op) -> str:
 
 
 def _order(op: ops.Op, lane: int | None) -> Hashable:
-    """Return the key of an op's order. Ops of one key must not overtake each other."""
+    """Return a key for an op; ops with the same key must not overtake each other."""
     if isinstance(op, (ops.Send, ops.Recv)):
         return op.name, op.dst if isinstance(op, ops.Send) else op.src, op.channel, op.tag
     return op.family, lane
 
 
 def _nbytes(op: ops.Op) -> int:
-    """Return the bytes that a rank sends for an op. For an op that works in place, count the op's tensors."""
+    """Return the number of bytes that a rank sends for an op. For an op that works in place, count the op's tensors."""
     buffers = op.reads() or ([] if isinstance(op, ops.Recv) else op.writes())
     return sum(tensor.nbytes for _, tensor in buffers)
 

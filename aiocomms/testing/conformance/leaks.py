@@ -12,11 +12,14 @@ import anyio
 from aiocomms.progress.deadlines import watchdog
 
 LOOKS = 150
-"""The most looks, 10 ms apart, until threads and descriptors are gone. A slow rank needs several looks."""
+"""The largest number of times that threads and descriptors are counted, 10 ms apart, until they are gone.
+
+A slow rank needs several counts.
+"""
 
 
 async def expect_no_more_than(before: tuple[int, int]) -> None:
-    """Wait until the numbers of threads and descriptors are not higher than before."""
+    """Wait until the numbers of threads and descriptors are not higher than the numbers in ``before``."""
     for _ in range(LOOKS):
         now = resources()
         if all(count <= then for count, then in zip(now, before, strict=True)):

@@ -103,7 +103,10 @@ def _sizes(config: pytest.Config) -> set[int] | None:
 
 
 def _device(config: pytest.Config) -> torch.device:
-    """Return the device of all tensors, after a test that it works: a failure in a check would explain less."""
+    """Return the device of all tensors.
+
+    First test that the device works, because the failure of a later check would explain less.
+    """
     import torch
 
     given: str = config.getoption("--device")

@@ -20,9 +20,12 @@ from aiocomms.testing.conformance.rank import Rank, Reports, Request, other_task
 from aiocomms.testing.conformance.world import BACKENDS, GRACE, STOP, World
 
 _LOOKS = 12
-"""The number of looks for threads and descriptors that a check has left: after 1 ms, 2 ms, 4 ms and so on."""
+"""The number of searches for threads and descriptors that a check has left.
+
+The pauses after the searches are 1 ms, 2 ms, 4 ms and so on.
+"""
 _POOLS = ("AnyIO worker thread", "Trio thread")
-"""The names of threads that the loops keep for later use."""
+"""The beginnings of the names of threads that the event loops keep for reuse."""
 
 
 class Tasks(World):
@@ -158,7 +161,10 @@ class _Resources:
         self._descriptors = _descriptors()
 
     def left(self) -> str:
-        """Wait at most 4 seconds until new threads and descriptors are gone. Describe the remaining ones."""
+        """Wait at most 4 seconds until new threads and descriptors are gone.
+
+        Describe the threads and descriptors that remain.
+        """
         for look in range(_LOOKS):
             started = set(threading.enumerate()) - self._threads
             threads = [thread.name for thread in started if not thread.name.startswith(_POOLS)]

@@ -1,4 +1,4 @@
-"""Receives from any rank, and probes: content, order, precedence, and the messages that they do not take."""
+"""Receives from any rank, and probes: content, order, precedence, and messages that must not match."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from aiocomms.testing.conformance.case import Case, ranks
 
 SHAPE = (6,)
 SIZES = (0, 5, 40_009)
-"""Numbers of elements: none; few, which are sent before the receive; and many, which wait for the receive."""
+"""Numbers of elements of messages.
+
+The two smaller messages are sent before the receive, and the largest message waits for the receive.
+"""
 ROUNDS = 4
 
 
@@ -214,7 +217,7 @@ async def test_recv_from_a_named_rank_precedes_recv_any(comm: Communicator, case
 
 @ranks(2)
 async def test_recv_any_and_probe_match_in_call_order(comm: Communicator, case: Case) -> None:
-    """A probe reports a message that no earlier receive takes."""
+    """A probe reports a message only if no earlier receive takes the message."""
     case.need_arrivals()
     if comm.rank:
         await case.told("posted", 0)
@@ -306,7 +309,7 @@ async def test_recv_any_matches_no_object_and_no_message_of_another_lane(comm: C
 @pytest.mark.core
 @ranks(1, 2)
 async def test_recv_any_and_probe_match_messages_of_this_rank(comm: Communicator, case: Case) -> None:
-    """A receive from any rank takes messages of this rank, too, if tensors are on the CPU."""
+    """A receive from any rank also takes messages that this rank sends to itself, if tensors are on the CPU."""
     case.need_arrivals()
     if comm.device.type != "cpu":
         raise unittest.SkipTest("a rank sends itself nothing there")

@@ -1,4 +1,4 @@
-"""Every collective, compared with plain torch: every dtype, odd sizes, in place, many at once, and synchronisation."""
+"""Every collective, compared with plain torch: all dtypes, odd sizes, in place, concurrent calls, synchronisation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from aiocomms.testing.conformance.trials import EVERY, MOVING, REDUCING, Setting
 
 
 def start(name: str, comm: Communicator, case: Case, setting: Setting) -> Trial | None:
-    """Start a trial; return None if the transport refuses a dtype that it may refuse."""
+    """Start a trial; return None if the transport refuses the dtype, and the rules allow this refusal."""
     try:
         return EVERY[name](comm, case, setting)
     except UnsupportedOperation as error:
@@ -41,7 +41,7 @@ async def check(name: str, setting: Setting, trial: Trial) -> None:
 
 
 async def check_all(name: str, comm: Communicator, case: Case, settings: Iterable[Setting]) -> None:
-    """Start all trials at once, then check the trials in the same order."""
+    """Start all trials without waiting for results, then check the trials in the same order."""
     started = [(setting, start(name, comm, case, setting)) for setting in settings]
     for setting, trial in started:
         if trial is not None:

@@ -85,7 +85,7 @@ async def test_collective_sizes_that_differ_lose_the_communicator(comm: Communic
 async def test_different_collectives_in_one_lane_fail_and_never_mix_data(
     comm: Communicator, case: Case, what: str
 ) -> None:
-    """Collectives of the same size could mix their data silently.
+    """Different collectives of the same size would silently mix their data if ranks did not compare their calls.
 
     Instead, each rank gets an error, either from a message or from the deadline.
     """

@@ -30,13 +30,13 @@ pytestmark: pytest.MarkDecorator = pytest.mark.core
 
 SHAPE = (6,)
 SHORT = 0.1
-"""A deadline, in seconds."""
+"""A short deadline for ops that must time out, in seconds."""
 LARGE = 40_009
 """The elements of a tensor that no transport sends before the matching receive."""
 
 
 def can(comm: Communicator, case: Case) -> bool:
-    """Return whether a rank may send to itself; if not, check that the calls raise an error."""
+    """Return whether a rank may send to itself. If a rank may not do this, check that the calls raise an error."""
     case.need("p2p")
     if comm.device.type == "cpu":
         return True
@@ -88,7 +88,7 @@ async def test_self_recv_matches_by_tag_in_order(comm: Communicator, case: Case)
 
 @ranks(1, 3, more=(2,))
 async def test_self_send_matches_no_recv_from_another_rank_or_lane(comm: Communicator, case: Case) -> None:
-    """Messages from this rank, from other ranks, of lanes and of objects use the same tag, and do not mix."""
+    """Messages of this rank, of other ranks, of a lane and of objects do not mix, although all use the same tag."""
     if not can(comm, case):
         return
     right, left = neighbours(comm)

@@ -119,9 +119,11 @@ async def test_send_eof_ends_one_direction_after_all_items(comm: Communicator, c
 @pytest.mark.core
 @ranks(2)
 async def test_closed_stream_raises_here_and_breaks_at_the_other_end(comm: Communicator, case: Case) -> None:
-    """Every call on the closed end raises. On the other end, sends and receives raise an error after a while.
+    """Sends, receives and ``send_eof`` on the closed end raise an error.
 
-    ``send_eof`` ends a stream regularly. A close without ``send_eof`` does not.
+    On the other end, sends and receives raise an error after a while.
+
+    Only ``send_eof`` ends a stream without an error at the other end.
     """
     stream = await opened(comm, case, 2)
     if comm.rank == 0:

@@ -12,11 +12,11 @@ from aiocomms.testing.simulation.faults import SimulatedFault, kept
 from aiocomms.testing.simulation.trial import SimulatedTrial
 
 _HALVINGS: Final = 15
-"""The most times that a duration is halved: 20 s become 0.6 ms."""
+"""The largest number of times that a duration is halved: 20 s become 0.6 ms."""
 _PATIENCE: Final = 1.0
-"""Real seconds after which a failure that pytest raised may be pytest's timeout.
+"""The real (not virtual) seconds after which a failure that pytest raised may be pytest's timeout.
 
-The search does not repeat such a run, because another run would hang, too.
+The search does not repeat a run with such a failure, because the next run would also hang.
 """
 _FOR_CALLER = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
@@ -30,9 +30,9 @@ class FailedHistory(NamedTuple):
 
 
 def read_seed(seed: int | str) -> tuple[int, dict[int, int] | None]:
-    """Return the number of a seed, and a dict of the kept faults; None in place of the dict: all faults are kept.
+    """Return the number of a seed, and a dict of the kept faults, or None if all faults are kept.
 
-    The dict maps the number of each kept fault to how often the fault's duration is halved.
+    A key of the dict is the number of a kept fault. The value says how many times the duration of this fault is halved.
 
     :raises ArgumentError: the seed is wrong.
     """
@@ -86,7 +86,9 @@ def search(trial: SimulatedTrial, seeds: Iterable[int]) -> tuple[int, FailedHist
 
 
 def attempt(trial: SimulatedTrial, seed: int, chosen: Mapping[int, int] | None) -> FailedHistory | None:
-    """Run the history of one seed. If the history fails, reduce its faults, unless the seed already chooses the faults.
+    """Run the history of one seed.
+
+    If the history fails, and the seed does not choose faults, reduce the faults of the history.
 
     :raises ArgumentError: there is no fault with a chosen number.
     """

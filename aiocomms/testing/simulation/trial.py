@@ -26,7 +26,7 @@ from aiocomms.testing.simulation.world import SimulatedWorld
 
 FAULTLESS = Faults()
 LATENCY = (2e-5, 2e-3)
-"""The least and the greatest latency of a message, in seconds."""
+"""The smallest and the largest latency of a message, in seconds."""
 LONGEST = 86_400.0
 """The virtual seconds that a history may take."""
 Program = Callable[[], Awaitable[Any]]
