@@ -7,11 +7,11 @@ A large collective then runs on gloo's group, where *all ranks start the same op
 op when it has the announcements of all ranks and has started all its earlier large calls. So each rank starts large ops
 in the order of its calls. Whether a call is large depends only on the agreed call, so all ranks decide this in the same
 way. Announcements do not use the group, and wait for no op. So every rank has started the first unfinished op, or can
-start it. Ops cannot deadlock, and gloo cannot match an op with a different op.
+start this op. Ops cannot deadlock, and gloo cannot match an op with a different op.
 
-When a rank loses the communicator, its program may reuse the tensors at once, while gloo may still be sending them. So
-a large call completes only when gloo is done with the call on every rank. A rank that has lost the communicator does
-not report that gloo is done.
+When a rank loses the communicator, the program of this rank may reuse its tensors at once. At this time, gloo may still
+be sending the tensors. So a large call completes only when gloo is done with the call on every rank. A rank that has
+lost the communicator does not report that gloo is done.
 """
 
 from __future__ import annotations
@@ -39,11 +39,14 @@ from aiocomms_c10d.wire import CALL, INLINE, LANDED, TEXT, C10dFrame, C10dHeader
 _EMPTY = buffers.empty(0, dtype=torch.uint8, device="cpu")
 _SMALL = object()
 _SPREAD: Final = 4 * INLINE
-"""The most bytes that a rank sends to its peers together for a small op, if the group would move fewer bytes."""
+"""The largest total number of bytes that a rank sends to all peers for a small op.
+
+This limit applies only to ops for which the group would move fewer bytes than the announcements.
+"""
 _AHEAD: Final = 2**20
-"""The most collectives by which one rank may be ahead of another rank."""
+"""The largest number of collectives by which one rank may be ahead of another rank."""
 _BLAME_PEER: Final = 1.0
-"""Seconds within which the connection to a lost peer reports the loss."""
+"""The seconds to wait for the report of a lost peer before a failure of gloo is reported."""
 
 
 class _Announcement(NamedTuple):
@@ -204,7 +207,8 @@ class Agreement:
     def _evaluate(self, call: _AnnouncedCall, peers: Iterable[int]) -> object | None:
         """Compare a call with new announcements, and start large calls on which all ranks agree.
 
-        :returns: an error; or :data:`_SMALL` if the call is small and can be finished now; else None.
+        :returns: an error, if there is one; :data:`_SMALL`, if the call is small and can be finished now; None
+            otherwise.
         """
         if self._mismatch_error is not None:  # the first mismatch loses the communicator, which ends other calls
             if call.number != self.disputed:
@@ -242,7 +246,7 @@ class Agreement:
         return others == 0 or nbytes <= (min(INLINE, _SPREAD // others) if plan.spread else INLINE)
 
     def _start_agreed(self) -> None:
-        """Pass the next large calls on which all ranks agree to the thread that starts them."""
+        """Pass agreed large calls in order to the thread that starts them, up to the first call without agreement."""
         while self._large and self._large[0].agreed:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="aiocomms c10d collectives", daemon=True)
@@ -298,7 +302,10 @@ class Agreement:
         self.handle_landed(self._group.rank, call.number)
 
     def _report_gloo_failure(self, error: Exception) -> None:
-        """Report that gloo failed in an op, unless the connection to a lost peer soon reports the cause."""
+        """Report that gloo failed in an op.
+
+        Report nothing if the connection to a lost peer reports the cause within :data:`_BLAME_PEER` seconds.
+        """
         if not self._lost.wait(_BLAME_PEER):
             failure = CommError(f"gloo failed: {str(error).splitlines()[0]}")
             failure.__cause__ = error
@@ -331,7 +338,7 @@ def _describe(op: ops.Op) -> bytes:
 
 
 def _mismatch(sizes: Sequence[tuple[int, ...]], count: int) -> str | None:
-    """Return the text of the first mismatch between the bytes that ranks send and want; None without a mismatch."""
+    """Describe the first mismatch between the numbers of bytes that ranks send and expect; return None if all match."""
     size = len(sizes)
     for rank in range(size):
         if len(sizes[rank]) != count:

@@ -23,12 +23,15 @@ from aiocomms.lowlevel import MAX_RECORD, Unshared, buffers, mac, same
 
 _MAC: Final = 32
 _TAG: Final = 2
-"""The gloo tag of the proofs, which no frame uses."""
+"""The gloo tag of the messages with proofs; frames use other tags."""
 _SO_ATTACH_FILTER: Final = 26
 
 
 class SignedStore(Store):
-    """A store that signs the values that it writes, and checks the values that it reads. It has only gloo's methods."""
+    """A store that signs the values that it writes, and checks the values that it reads.
+
+    The store has only the methods that gloo uses.
+    """
 
     def __init__(self, store: Store, key: bytes) -> None:
         super().__init__()
@@ -70,7 +73,7 @@ class SignedStore(Store):
 def prove(group: Any, rank: int, size: int, key: bytes) -> None:
     """Prove to every rank that this rank knows the key, and check the proofs of all ranks. This function blocks.
 
-    :param group: a new gloo group. gloo accepts any process that connects in place of a rank.
+    :param group: a new gloo group. gloo itself accepts any process that connects and claims to be a rank.
     :raises AuthError: a peer does not know the key.
     :raises RuntimeError: a connection broke, or a proof did not arrive in time.
     """

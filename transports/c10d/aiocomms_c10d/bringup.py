@@ -39,11 +39,13 @@ from aiocomms_c10d.control import FOREVER
 _THREADS: Final = 2
 """The number of gloo's threads for collectives. Each thread runs one collective at a time, in the order of starts."""
 _CONNECT: Final = 120.0
-"""The most seconds for connecting, after every rank has called :func:`open_gloo`."""
+"""The largest number of seconds for connecting, after every rank has called :func:`open_gloo`."""
 _SHARE: Final = 0.5
-"""The share of the shortest remaining time of any rank, for connecting.
+"""The fraction of the remaining time that is for connecting.
 
-The rest is for the search for missing ranks.
+The rank with the least remaining time determines this time for all ranks.
+
+The rest of the time is for finding out which ranks are missing.
 """
 _HELLO: Final = 512
 """The size in bytes of a record that a process group gathers."""
@@ -52,7 +54,7 @@ _HELLO: Final = 512
 def hello(adopt: bool, left: float) -> bytes:
     """Return this rank's first record for the other ranks.
 
-    :param adopt: whether this rank would run its collectives over another group.
+    :param adopt: whether this rank has a user's process group over which it can run its collectives.
     :param left: the seconds that this rank still has for connecting.
     :returns: this rank's frame version and byte order, ``adopt``, the remaining milliseconds, a nonce that makes this
         group's key unique, and the host's identity and name.
@@ -65,7 +67,7 @@ def hello(adopt: bool, left: float) -> bytes:
 async def open_gloo(rendezvous: Rendezvous, adopt: bool) -> tuple[Any, bool]:
     """Connect to all other ranks.
 
-    :param adopt: whether this rank would run its collectives over another group.
+    :param adopt: whether this rank has a user's process group over which it can run its collectives.
     :returns: the gloo group, and whether all ranks have a user's group for their collectives.
     :raises ArgumentError: the address of this host cannot be determined.
     :raises CommTimeoutError: a rank is missing or could not be reached.
@@ -111,7 +113,7 @@ def listen_on(hellos: Sequence[bytes], store: Store | None) -> str:
 
 
 def _fewest_seconds(hellos: Sequence[bytes]) -> float:
-    """Return the least remaining seconds of any rank.
+    """Return the shortest remaining time among all ranks, in seconds.
 
     With this limit all ranks stop connecting at the same time, and each rank can still ask which rank is missing.
     """
@@ -178,11 +180,11 @@ def poison(group: Any) -> None:
 
 
 def store_over(group: Any, timeout: float) -> Store:
-    """Make a store for the ranks of a process group, with collectives of that group. This function blocks.
+    """Make a store for the ranks of a process group. This function runs collectives of the group, and blocks.
 
     Rank 0 serves the store at one address.
 
-    :raises ArgumentError: the group does not carry tensors on the CPU; or other hosts could reach the store, and the
+    :raises ArgumentError: the group cannot gather tensors on the CPU, or other hosts could reach the store although the
         job has no token.
     :raises PeerDiedError: a rank of the group has ended.
     :raises StoreLostError: rank 0 could not serve the store.

@@ -29,14 +29,17 @@ class C10dCall:
     """
 
     nbytes: int = 0
-    """The most bytes that one rank sends to another rank, as far as this rank knows."""
+    """The largest number of bytes that one rank sends to another rank, as far as this rank knows."""
     sizes: tuple[int, ...] = ()
-    """The bytes that this rank sends to each rank, and then the bytes that it wants from each rank.
+    """The numbers of bytes that this rank sends to each rank, and then the numbers that it expects from each rank.
 
     The tuple is empty if the ranks' sizes cannot differ.
     """
     spread: ClassVar[bool] = False
-    """True if the announcements move more bytes than the group would. Then the limit for small calls is lower."""
+    """True if announcements of the op move more bytes than the group would move.
+
+    Then the limit for small calls is lower.
+    """
 
     def __init__(self, op: Any, rank: int, size: int) -> None:
         self.op = op
@@ -85,8 +88,8 @@ class _Broadcast(C10dCall):
 class _AllReduce(C10dCall):
     """A reduction of all ranks' tensors on all ranks.
 
-    Each rank reduces a small call, in rank order. gloo reduces a large call in place. If gloo would compute a wrong
-    result, the ranks use two steps, a reduce_scatter and an all_gather.
+    In a small call, each rank itself reduces the tensors, in rank order. In a large call, gloo reduces the tensors in
+    place. If gloo would compute a wrong result, the ranks use two steps, a reduce_scatter and an all_gather.
     """
 
     spread = True
@@ -142,7 +145,7 @@ class _Reduce(_AllReduce):
 class _Scan(_AllReduce):
     """A prefix reduction: a rank's result combines the tensors of the ranks up to this rank, in rank order.
 
-    In a large call each rank reduces one piece of all ranks' tensors, and sends every rank that rank's result.
+    In a large call, rank ``r`` computes piece ``r`` of every rank's result, and sends the pieces to these ranks.
     """
 
     def part(self, dst: int) -> Tensor | None:
@@ -293,7 +296,7 @@ PLANS: dict[str, type[C10dCall]] = {
     "exscan": _Scan,
     "scatter": _Scatter,
 }
-"""The plan for each kind of op."""
+"""The subclass of :class:`C10dCall` for each kind of op."""
 
 
 def _fill(outs: Sequence[Tensor], parts: Parts, rank: int, own: Tensor) -> None:
@@ -314,9 +317,10 @@ def _reduce(plan: C10dCall, parts: Parts, own: Tensor | None, out: Tensor) -> No
 
 
 def _pieces(group: C10dGroup, tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Send each rank one piece of the tensor of every rank. This function blocks.
+    """Exchange pieces: each rank gets one piece of every rank's tensor. This function blocks.
 
-    :returns: a copy of the tensor's elements, padded to equal pieces; and this rank's pieces, one row from each rank.
+    :returns: a copy of the tensor's elements, padded to equal pieces; and the pieces that this rank got, one row from
+        each rank.
     """
     n = tensor.numel()
     length = -(-n // group.size)

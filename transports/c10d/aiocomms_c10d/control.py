@@ -36,9 +36,10 @@ Until then the peer keeps the frames.
 class ControlConnection:
     """The connection to one peer, for sends and receives. Frames arrive in the order of the sends.
 
-    gloo reports the end of a receive only to a thread that waits for it, so one thread waits for the next frame. No
-    thread waits for the end of a send. If the peer is gone when gloo begins a send, gloo loses that send, and a wait
-    for it never ends. So this object keeps a frame until the peer acknowledges it, or until :meth:`join`.
+    gloo reports the end of a receive only to a thread that waits for this receive, so one thread waits for the next
+    frame. No thread waits for the end of a send. If the peer is gone when gloo begins a send, gloo loses that send, and
+    a wait for that send never ends. So this object keeps a frame until the peer acknowledges the frame, or until
+    :meth:`join`.
     """
 
     def __init__(
@@ -51,9 +52,9 @@ class ControlConnection:
     ) -> None:
         """Store the group. :meth:`start` starts the reader's thread.
 
-        :param on_frame: called on the reader's thread with each frame.
-        :param on_lost: called once on the reader's thread, after the last frame, with an error, or with None if the
-            peer is gone.
+        :param on_frame: a function that is called on the reader's thread with each frame.
+        :param on_lost: a function that is called once on the reader's thread, after the last frame. The argument is an
+            error, or None if the peer is gone.
         """
         self.peer = peer
         self.flushed = clock.event()
@@ -73,7 +74,7 @@ class ControlConnection:
         self._thread.start()
 
     def send(self, frame: Tensor) -> None:
-        """Send a frame without blocking. Any thread may call this method. The reader reports failures."""
+        """Send a frame without blocking. Any thread may call this method. The reader's thread reports failures."""
         with self._sending:
             work = self._send(frame, _FRAMES)
             if work is not None:

@@ -52,7 +52,7 @@ class C10dGroup:
         self._group = None
 
     def reduces(self, op: ReduceOp, dtype: torch.dtype) -> bool:
-        """Return whether the group's result of ``op`` for ``dtype`` equals torch's result."""
+        """Return whether the group computes the same result as torch for an operator and a dtype."""
         return op.kind in _RIGHT.get(dtype, ())
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp) -> Any:

@@ -1,12 +1,13 @@
 """The matching of one peer's messages with this rank's receives.
 
 A small message is sent with its header (eager), and the receiver keeps the message until a receive takes it. A large
-message is first announced (rendezvous), and later sent into the tensor of the matching receive. The thread that handles
-the later one, message or receive, makes the match. So a match does not wait for a busy loop.
+message is first announced (rendezvous), and later sent into the tensor of the matching receive. If the message comes
+after the receive, the reader's thread makes the match. Otherwise the event loop's thread makes the match. So a match
+does not wait for an event loop that is busy.
 
-When a sender abandons the communicator, its program may reuse the tensor at once, while gloo may still be sending it.
-So a frame after the bytes confirms that the bytes are valid. Without this frame, a receive stays pending until the
-communicator ends.
+When a sender abandons the communicator, the sender's program may reuse the tensor at once. At this time, gloo may still
+be sending the tensor. So a frame after the bytes confirms that the bytes are valid. Without this frame, a receive stays
+pending until the communicator ends.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Key = tuple[int, int]
 """The channel and the tag of a message."""
 
 _CREDIT: Final = 1024 * 1024
-"""The most bytes of unmatched small messages that a receiver keeps.
+"""The largest number of bytes of unmatched small messages that a receiver keeps.
 
 Beyond this limit, the sender announces all messages.
 """
@@ -126,7 +127,10 @@ class PeerMatcher:
             conclude(work, outcome)
 
     def take(self, op: ops.Take, work: Completion) -> None:
-        """Take the oldest matching message if there is one. Only this thread removes messages."""
+        """Take the oldest matching message if there is one.
+
+        Until the peer closes, only this thread removes messages.
+        """
         if (op.channel, op.tag) in self._unexpected:
             self.recv(op, work)
         else:
@@ -146,7 +150,7 @@ class PeerMatcher:
         conclude(work, outcome)
 
     def try_cancel(self, work: Completion) -> bool:
-        """Withdraw a receive or a probe. Return False if a message has already matched it."""
+        """Withdraw a receive or a probe. Return False if a message has already matched the receive or probe."""
         op = work.op
         if not isinstance(op, (ops.Recv, ops.Probe)):
             return False

@@ -1,4 +1,4 @@
-"""The plug-in: one rank's control connections, messages and collectives, and its abort and close."""
+"""The transport of one rank: control connections, messages, collectives, abort and close."""
 
 from __future__ import annotations
 
@@ -27,21 +27,24 @@ from aiocomms_c10d.matching import PeerMatcher
 from aiocomms_c10d.wire import C10dFrame, C10dHeader
 
 _ABORT_PATIENCE: Final = 2.0
-"""The most seconds for sending the reason of an abort to all peers.
+"""The largest number of seconds for sending the reason of an abort to all peers.
 
-If a connection breaks before the peer has received the reason, the peer considers this rank dead. Only a peer that does
-not read takes so long.
+If a connection breaks before the peer has received the reason, the peer considers this rank dead. Sending takes this
+long only if a peer does not read.
 """
 _GOODBYE: Final = 2.0
-"""Seconds within which all peers must confirm that they have received all frames. The peers' loops need not run."""
+"""The time limit, in seconds, for all peers to confirm that they have received all frames.
+
+The peers' loops need not run.
+"""
 
 _RELEASE: Final = 1.0
-"""Seconds within which gloo must end its threads. gloo usually needs some milliseconds."""
+"""The time limit, in seconds, for gloo to end its threads. gloo usually needs some milliseconds."""
 _log = logging.getLogger("aiocomms")
 
 
 class C10dTransport(Transport):
-    """The transport over a gloo process group, its own or a user's.
+    """The transport over its own gloo process group; large collectives may use a user's process group instead.
 
     Point-to-point messages and the agreement on collectives are frames, which one thread for each peer receives. gloo
     carries large collectives. Only the completion of a rank's works waits for that rank's loop.
@@ -53,7 +56,7 @@ class C10dTransport(Transport):
         """Start the reader threads.
 
         :param gloo: this communicator's own group, for frames; None if there is only one rank.
-        :param group: the group for large collectives: the same group, or the user's.
+        :param group: the group for large collectives: either ``gloo``, or the user's group.
         """
         self._rank = rank
         self._gloo = gloo
@@ -216,7 +219,7 @@ class C10dTransport(Transport):
         self._fail(error)
 
     def _lose_peer(self, peer: int, error: CommError | None) -> None:
-        """Handle the end of a peer's frames."""
+        """Handle the end of the connection to a peer: no more frames arrive from the peer."""
         if self._stopped:
             return
         if error is not None:
@@ -279,7 +282,7 @@ class C10dTransport(Transport):
         _let_go(groups)
 
     def _say_goodbye(self) -> None:
-        """Send BYE to all peers, and wait until they have received all frames."""
+        """Send BYE to all peers, and wait at most :data:`_GOODBYE` seconds until the peers have received all frames."""
         for connection in self._connections.values():
             connection.send(wire.pack(C10dHeader(wire.BYE)))
         ends = clock.now() + _GOODBYE

@@ -24,14 +24,15 @@ EAGER, RTS, CTS, DATA, VOID, DONE, CREDIT, CALL, LANDED, ABORT, BYE, BYE_ACK, AC
 EAGER carries a message with its payload. A large message is announced (RTS), requested (CTS), sent (DATA), invalidated
 while it is being sent (VOID), and received (DONE). CREDIT permits more bytes of eager messages. CALL is one rank's
 announcement of a collective. LANDED reports that gloo is done with the sender's tensors. ABORT ends the communicator
-with a reason. BYE ends it without a reason, and BYE_ACK confirms a BYE. ACK has the number of frames that have arrived.
-NOTE is a note from one rank's core to another rank's core."""
+with a reason. BYE ends the communicator without a reason, and BYE_ACK confirms a BYE. ACK has the number of frames that
+have arrived. NOTE is a note from one rank's core to another rank's core.
+"""
 
 INLINE: Final = 64 * 1024
-"""The most bytes of payload in a frame. Larger tensors travel outside of frames."""
+"""The largest number of bytes of payload in a frame. Larger tensors travel outside of frames."""
 
 TEXT: Final = 3072
-"""The most bytes of text in a frame."""
+"""The largest number of bytes of text in a frame."""
 
 _HEADER = struct.Struct("<4sBBBBqHHqq")
 _MAGIC: Final = b"aioC"
@@ -68,7 +69,7 @@ _REASONS: Final = ("CommAbortedError", "PeerDiedError", "MismatchError", "CommTi
 class C10dHeader(NamedTuple):
     """A frame's header. A field is 0 if the frame's kind does not use it.
 
-    :param ident: the number of a large message or of a collective, or an amount.
+    :param ident: the number of a large message or of a collective; in CREDIT and ACK frames, an amount.
     :param nbytes: the size of the message, or of the payload in this frame.
     :param text: the number of bytes of text in this frame.
     :param sizes: the number of 64-bit integers in this frame, after the text.
@@ -106,7 +107,7 @@ def capacity(size: int) -> int:
 def pack(header: C10dHeader, text: bytes = b"", sizes: Sequence[int] = (), payload: Tensor | None = None) -> Tensor:
     """Make a frame.
 
-    :param payload: flat and of dtype uint8.
+    :param payload: a flat tensor of dtype uint8.
     :returns: the frame's bytes, in new memory.
     """
     start = _HEADER.size + len(text) + 8 * len(sizes)
@@ -126,7 +127,7 @@ def pack(header: C10dHeader, text: bytes = b"", sizes: Sequence[int] = (), paylo
 
 
 def void(frame: Tensor) -> None:
-    """Turn a DATA frame into a VOID frame. This has an effect only before gloo sends the frame."""
+    """Turn a DATA frame into a VOID frame. The change has an effect only before gloo sends the frame."""
     frame[_KIND] = VOID
 
 
