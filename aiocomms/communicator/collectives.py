@@ -19,9 +19,10 @@ class Collectives(Reducing):
     """The methods for collectives. All ranks must call the same collectives in the same order, with matching arguments.
 
     Collectives match in the order of the *calls*; the order of the awaits has no effect. Several collectives may be
-    pending at once. Each call returns at once. Tensors must be contiguous and on the communicator's device. Tensors may
-    be empty, and may have any dtype in :data:`aiocomms.ops.checks.DTYPES`. A tensor that an op writes must not share
-    memory with another tensor of the op, unless the description of a parameter allows shared memory.
+    pending at the same time. Each call returns immediately. Tensors must be contiguous and on the communicator's
+    device. Tensors may be empty, and may have any dtype in :data:`aiocomms.ops.checks.DTYPES`. A tensor that an op
+    writes must not share memory with another tensor of the op, unless the description of a parameter allows shared
+    memory.
     """
 
     def broadcast(

@@ -189,7 +189,7 @@ class Attachments:
             )
 
     def say_bye(self) -> None:
-        """Tell the other endpoint that this one closes the connection."""
+        """Tell the other endpoint that this endpoint closes the connection."""
         self.say(Bye())
 
     def end(self, error: CommError) -> None:
@@ -322,12 +322,12 @@ class Attachments:
     # ----------------------------------------------------------------------------------- windows, in the leader's order
 
     def _begin(self, owner: int, number: int, question: int) -> None:
-        """Open a region as the leader, and tell the other end."""
+        """Open a region as the leader, and send an order to the other end."""
         self._open(owner, number, question)
         self.say(RegionOpening(owner, number, question))
 
     def _lead(self, attachment: Attachment, why: str) -> None:
-        """Close an open region as the leader, and tell the other end."""
+        """Close an open region as the leader, and send an order to the other end."""
         if attachment.window is not None:
             self._close(attachment)
             self.say(Closing(attachment.owner, attachment.number, why[:LONGEST_WHY]))

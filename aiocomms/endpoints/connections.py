@@ -320,7 +320,7 @@ class Connections:
             await self._idle
 
     def disown(self) -> None:
-        """Disown the connections in a forked child."""
+        """Disown the connections in a forked child, which must neither use nor close its parent's sockets."""
         for peer in list(self._all):
             peer._comm._disown()
 

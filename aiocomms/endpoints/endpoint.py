@@ -136,7 +136,7 @@ class Endpoint(Handle):
             raise error.about(comm=self.name, op="connect") from error.__cause__
 
     async def accept(self) -> Peer:
-        """Wait for the next endpoint that connects to this one.
+        """Wait for the next endpoint that connects to this endpoint.
 
         The method returns each connection once, even if :meth:`connect` has also returned the connection.
 
@@ -207,7 +207,7 @@ class Endpoint(Handle):
         return pool
 
     def handed(self) -> HandedLeases:
-        """Return an iterator of the leases that other endpoints hand over to this one, in the order of arrival.
+        """Return an iterator of the leases that other endpoints hand over to this endpoint, in the order of arrival.
 
         Several tasks may run the loop ``async for handed in here.handed():``. Each lease goes to one of these tasks.
         The loops end when this endpoint is closed. The iterator skips a lease if the owner has taken the lease back, or
@@ -248,7 +248,7 @@ class Endpoint(Handle):
         await self.aclose()
 
     def _disown(self) -> None:
-        """Disown the endpoint in a forked child."""
+        """Disown the endpoint in a forked child, which must neither use nor close its parent's sockets."""
         self._closed = Promise(self._driver)
         self._closed.set()
         self._connections.disown()

@@ -139,7 +139,7 @@ class HandedLease(Handle):
     async def give_back(self, answer: Any = None) -> None:
         """Give the blocks back when all pending operations on the blocks have ended.
 
-        If the call is cancelled, the blocks are still given back.
+        Even if the call is cancelled, the blocks are given back.
 
         :param answer: the object that the owner's :meth:`Peer.hand_over` returns. The object may have at most 256 KiB,
             and :meth:`Peer.send_object` must accept it.
@@ -299,7 +299,7 @@ def _rows(number: int, count: int) -> Tensor:
 
 
 class HandedLeases(Handle):
-    """An iterator of the leases that other endpoints hand over to this one; made by :meth:`Endpoint.handed`."""
+    """An iterator of the leases that other endpoints hand over to this endpoint; made by :meth:`Endpoint.handed`."""
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter

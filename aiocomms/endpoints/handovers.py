@@ -1,4 +1,4 @@
-"""Hand-overs of one connection: blocks that either endpoint lends to the other one.
+"""Hand-overs of one connection: blocks that either endpoint lends to the other endpoint.
 
 :mod:`aiocomms.endpoints.lending` decides the state of each hand-over; this module carries out the actions. The ends
 exchange notes, which arrive in order. Some notes have a body. If a body is too long for one note, further notes contain
@@ -103,7 +103,7 @@ class Outgoing:
 
 
 class Incoming:
-    """A hand-over of the other endpoint's blocks to this one."""
+    """A hand-over of the other endpoint's blocks to this endpoint."""
 
     def __init__(self, of: HandOvers, lend: Lend, shelf: Shelf, blocks: tuple[int, ...], meta: Any) -> None:
         self.number, self.slot, self.write = lend.number, lend.slot, lend.write
@@ -417,7 +417,7 @@ class HandOvers:
         await all_of([functools.partial(out.take_back, why) for out in self._out.values()])
 
     def cut(self, error: CommError, *, in_order: bool) -> None:
-        """Record that the connection is over. If the call is repeated, the first reason stays.
+        """Record that the connection is over. Only the first call sets the reason.
 
         :param in_order: True if the other end has closed the connection.
         """

@@ -12,9 +12,10 @@ A transition is a pure function: it takes a state and an event, and returns the 
 :mod:`aiocomms.endpoints.handovers` carries the actions out. ``tests/unit/test_lending_model.py`` visits every state
 that both machines reach together under cancellations, delays, losses and deaths.
 
-An owner waits for a borrower only for a bounded time. A borrower whose process maps the blocks may still write into
-them until it has released them. Until the release, no lease gets these blocks. A read after the end of the hand-over
-does not harm the owner. The borrower detects such a read with :attr:`aiocomms.endpoints.pools.LeaseLedger.words`.
+An owner waits for a borrower only for a bounded time. If the borrower's process maps the blocks, the borrower may write
+into the blocks until the borrower releases them. Until the release, no lease gets these blocks. A read after the end of
+the hand-over does not harm the owner. The borrower detects such a read with
+:attr:`aiocomms.endpoints.pools.LeaseLedger.words`.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ class Out(enum.Enum):
 
     LENT = enum.auto()
     RECALLED = enum.auto()
-    """The owner has recalled the blocks, and the borrower has not released them yet."""
+    """The owner has recalled the blocks, but the borrower has not released them yet."""
     CUT = enum.auto()
-    """The connection is over, and this end of the connection is not closed yet."""
+    """The connection is over, but this end of the connection is not closed yet."""
     HELD = enum.auto()
-    """The hand-over is over, and the borrower may still write into the blocks."""
+    """The hand-over is over, but the borrower may still write into the blocks."""
     OVER = enum.auto()
 
 
@@ -128,11 +129,11 @@ class Borrowing(enum.Enum):
 
     OPEN = enum.auto()
     ENDING = enum.auto()
-    """The program has released the blocks, and operations are still pending."""
+    """The program has released the blocks, but operations are still pending."""
     SETTLING = enum.auto()
-    """All operations have ended, and their writes may still be on the way to the owner."""
+    """All operations have ended, but some of their writes may not be visible to the owner yet."""
     CUT = enum.auto()
-    """The connection is over, and operations may still be pending."""
+    """The connection is over, but operations may still be pending."""
     OVER = enum.auto()
 
 

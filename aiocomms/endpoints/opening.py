@@ -34,9 +34,10 @@ class open_endpoint(Opening["Endpoint"]):  # noqa: N801 - programs call the clas
         characters.
     :param timeout: the deadline in seconds for connecting, and the default deadline of ops. If None, ops have no
         deadline, and connecting has a deadline of 600 s.
-    :param hints: advice to the transports, and ``"heartbeat"``, as for :func:`aiocomms.new_comm`.
+    :param hints: advice to the transports, and the hint ``"heartbeat"``; see :func:`aiocomms.new_comm`.
     :raises ArgumentError: an argument is wrong.
-    :raises UnsupportedOperation: the transport is not available; the message says why, and lists the available ones.
+    :raises UnsupportedOperation: the transport is not available; the message says why, and lists the available
+        transports.
     """
 
     _example = "here = await open_endpoint(...)"

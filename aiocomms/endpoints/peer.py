@@ -354,7 +354,7 @@ class Peer(Handle):
 
         The other side can still receive messages whose sends are done.
 
-        :raises CommError: a transport failed to close; everything else is released.
+        :raises CommError: a transport failed to close; all other resources are released.
         """
         self._attachments.check_thread("aclose")
         # True once all puts have arrived: the other end may then reuse its memory.
@@ -451,7 +451,7 @@ class Peer(Handle):
         self._hand_overs.hear(word)
 
     def _left(self) -> None:
-        """Record that the other end has closed.
+        """Record that the other end has closed the connection.
 
         Messages of the other end may still be in transit, or may have arrived before the program receives them.
         """

@@ -302,7 +302,7 @@ class RemoteRegion(Described):
         return self._window.flush(self._owner, timeout=timeout)
 
     async def _memory(self) -> Tensor | None:
-        """Return the region's memory if this process has mapped it, else None.
+        """Return the region's memory if this process has mapped the memory, and None otherwise.
 
         The memory stays mapped as long as the tensor exists, even after the region is closed.
         """
@@ -311,7 +311,7 @@ class RemoteRegion(Described):
         return await self._window.map_remote_tensor(self._owner)
 
     async def aclose(self) -> None:
-        """Close the region on this endpoint: wait for pending operations, and tell the owner. Idempotent."""
+        """Close the region on this endpoint: wait for pending operations, and notify the owner. Idempotent."""
         await self._close(self._attachment, "")
 
     async def __aenter__(self) -> Self:
