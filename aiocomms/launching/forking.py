@@ -88,8 +88,8 @@ class ForkServer:
         """Wait for the next message of the fork server.
 
         :returns: the message, or None if the fork server has ended. The first element is ``ready``, ``failed``,
-            ``started``, ``refused`` or ``ended``. After ``failed`` comes a reason, and after the last three the key of
-            a process.
+            ``started``, ``refused`` or ``ended``. The element after ``failed`` is a reason. The element after
+            ``started``, ``refused`` or ``ended`` is the key of a process.
         """
         while True:
             await anyio.wait_readable(self._socket)

@@ -46,7 +46,7 @@ class Birth(NamedTuple):
 
 
 def main(descriptor: int) -> NoReturn:
-    """Obey the supervisor until the supervisor has ended. In a forked process, run the program."""
+    """Execute the supervisor's orders until the supervisor has ended. In a forked process, run the program."""
     _die_with_parent(os.getppid())  # During the imports the process cannot read the socket.
     control = socket.socket(fileno=fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH))
     os.close(descriptor)
@@ -85,7 +85,10 @@ class _Server:
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
 
     def serve(self) -> Birth | None:
-        """Obey the supervisor until it has ended. In a forked process, return the program and the environment."""
+        """Execute the supervisor's orders until the supervisor has ended.
+
+        In a forked process, return the program and the environment.
+        """
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         poll.register(self._woken, select.POLLIN)

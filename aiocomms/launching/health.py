@@ -16,7 +16,7 @@ from aiocomms.launching.job import At, reason_of
 
 _LARGEST: Final = 8192
 _PATIENCE: Final = 5.0
-"""Seconds within which a client must send its request."""
+"""The time limit, in seconds, for a client to send its request."""
 _MOST: Final = 32
 """The largest number of connections at the same time. A further connection replaces the oldest connection."""
 _PAUSE: Final = 0.1

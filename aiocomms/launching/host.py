@@ -1,4 +1,4 @@
-"""The processes of one host: their starts, reports, output and ends."""
+"""The code that starts and ends the processes of one host, and reads their reports and output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The supervisors of several hosts: the first host's supervisor decides, and the others execute its orders.
+"""The supervisors of several hosts. The first host's supervisor decides, and the other supervisors execute its orders.
 
 The supervisors exchange messages through a store. The first host serves this store at the rendezvous address, and only
 processes with the job's token can use it. In the store, each host has a queue of messages. Every host polls its queue,
@@ -28,9 +28,9 @@ _COMES: Final = 600.0
 _LEAVES: Final = 10.0
 """The seconds for which the first host waits until the other hosts have confirmed the end of the job."""
 _ANSWERS: Final = timedelta(seconds=30)
-"""The time after which a first host that does not answer counts as failed."""
+"""The time limit for an answer of the first host. After the limit, the first host counts as failed."""
 _PAUSE: Final = 0.05
-"""Seconds between two polls for a message."""
+"""The seconds between two polls for a message."""
 
 
 class HostQueue:

@@ -34,7 +34,7 @@ class Job(msgspec.Struct, kw_only=True, frozen=True):
     """The ranks of a program, and the rules of their supervision; see the options of ``aiocomms run``."""
 
     program: Sequence[str]
-    """The program and its arguments, as after ``python``: ``["server.py", "--debug"]`` or ``["-m", "server"]``."""
+    """The arguments that follow ``python``, for example ``["server.py", "--debug"]`` or ``["-m", "server"]``."""
     ranks: int = 1
     """The number of ranks on each host."""
     restart: Restart = "never"
@@ -43,7 +43,7 @@ class Job(msgspec.Struct, kw_only=True, frozen=True):
     max_restarts: int = 8
     """The largest number of restarts of one rank within 60 s. A further failure ends the job."""
     grace: float = 30.0
-    """Seconds from SIGTERM to SIGKILL, when the supervisor ends a rank."""
+    """The seconds between SIGTERM and SIGKILL when the supervisor ends a rank."""
     nnodes: int = 1
     """The number of hosts, each with one supervisor."""
     node_rank: int = 0

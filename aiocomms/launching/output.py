@@ -22,7 +22,7 @@ _OUT, _ERR = 1, 2
 _LAST: Final = 5.0
 """The largest number of seconds for printing the remaining output after all ranks have ended."""
 _PAUSE: Final = 0.1
-"""Seconds before another attempt to print, if the system has no free thread or file descriptor."""
+"""The seconds before the next attempt to print, if the system had no free thread or file descriptor."""
 
 
 class LineSplitter:

@@ -5,7 +5,7 @@ events. So a test can simulate the processes and the clock.
 
 Each process of a rank has a number, its *incarnation*. The processes that the supervisor starts together are a
 *generation*. Within a generation, a process that replaces a dead process is a *newcomer*. It joins the ranks that have
-formed a communicator. If no such rank is left, the generation ends and the next generation begins.
+formed a communicator. If no rank with a communicator is left, the generation ends and the next generation begins.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SILENCE: Final = 30.0
 After the limit, the host counts as failed.
 """
 ENDING: Final = 5.0
-"""Seconds from SIGTERM to SIGKILL for the processes of a generation that cannot continue."""
+"""The seconds between SIGTERM and SIGKILL for the processes of a generation that cannot continue."""
 PATIENCE: Final = 60.0
 """The seconds until the supervisor prints which ranks have not formed a communicator."""
 
@@ -120,7 +120,7 @@ class Supervision:
     :param size: the number of ranks.
     :param restart: whether a failed rank is started again.
     :param most: the largest number of restarts of one rank within :data:`WINDOW` seconds.
-    :param grace: the seconds from SIGTERM to SIGKILL.
+    :param grace: the seconds between SIGTERM and SIGKILL.
     """
 
     def __init__(self, size: int, *, restart: bool, most: int, grace: float) -> None:
@@ -161,7 +161,11 @@ class Supervision:
         return self._alarms[0][0] if self._alarms else None
 
     def code(self) -> int:
-        """Return the exit code of the job: the code of the rank whose last process failed first, or 0."""
+        """Return the exit code of the job.
+
+        If the supervisor gave up because of a rank, the code is that of this rank's last ended process. Otherwise the
+        code is that of the rank whose last process failed first. Without a failure, the code is 0.
+        """
         if self._gave_up is not None:
             return status(self._gave_up)
         failed = sorted((rank.order, rank.code) for rank in self.ranks if rank.code)

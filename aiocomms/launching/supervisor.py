@@ -127,7 +127,10 @@ class HostSupervisor(ABC):
         """Return the lines that describe the outcome of the job."""
 
     async def hear_signals(self, *, task_status: TaskStatus[None]) -> None:
-        """Convert the signals of this process to events, except ignored signals, such as SIGHUP under nohup."""
+        """Convert the signals of this process to events.
+
+        Signals that the process ignores, such as SIGHUP under nohup, are not converted.
+        """
         heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         with anyio.open_signal_receiver(*heard) as signals:
             task_status.started()
