@@ -157,7 +157,10 @@ class Link:
                 held.release()
 
     def post(self, transport: Transport, send: Post, op: ops.Op, work: Completion, lane: int | None) -> float | None:
-        """Post an op by ``send(op, work)``: at once, late, with a changed op, or never. The op's faults decide this."""
+        """Post an op by ``send(op, work)``.
+
+        The faults of the op decide whether the op is posted immediately, later, with changes, or never.
+        """
         faults, key = self._faults_of(work), _order(op, lane)
         kinds = {fault.kind for fault in faults}
         if "kill" in kinds:
@@ -176,11 +179,14 @@ class Link:
         return None
 
     def carries(self, work: Completion) -> bool:
-        """Return True if an op is delayed or dropped, so that no transport knows the op."""
+        """Return whether no transport has an op, because the op is delayed or dropped."""
         return work in self._dropped or any(held.work is work for queue in self._queues.values() for held in queue)
 
     def known_as(self, work: Completion) -> Any:
-        """Return the object that the transport has for a work: the work itself, unless a fault has changed the op."""
+        """Return the object that the transport has for a work.
+
+        If no fault has changed the op, this object is the work.
+        """
         return self._otherwise.get(id(work), work)
 
     def _disguised(self, faults: Sequence[Fault], op: ops.Op, work: Completion) -> Any:

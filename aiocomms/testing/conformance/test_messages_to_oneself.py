@@ -151,7 +151,7 @@ async def test_batch_to_all_ranks_includes_this_rank(comm: Communicator, case: C
 async def test_self_recv_of_another_size_fails_and_the_next_message_arrives(
     comm: Communicator, case: Case, early: str, sizes: tuple[int, int]
 ) -> None:
-    """The receive fails, and its buffer holds the part of the message that fits.
+    """The receive fails, and the buffer of the receive contains the part of the message that fits.
 
     The send succeeds, and the next message is right.
     """
@@ -275,7 +275,7 @@ async def test_abort_fails_pending_self_messages(comm: Communicator, case: Case)
 
 @ranks(2, more=(1,))
 async def test_close_ends_unmatched_self_messages_at_once(comm: Communicator, case: Case) -> None:
-    """An unmatched op ends at once, because no rank is left that could match the op."""
+    """An unmatched op ends immediately, because no rank is left that could match the op."""
     if not can(comm, case):
         return
     other = await case.open("other")

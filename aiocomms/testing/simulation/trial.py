@@ -63,7 +63,7 @@ class SimulatedTrial:
     longest: float = LONGEST
 
     def __str__(self) -> str:
-        """Return all arguments except the program and the defaults, as text of a call of :func:`simulate`."""
+        """Return the text of a call of :func:`simulate`, without the program and without default arguments."""
         return changed(self, 1)
 
     def __post_init__(self) -> None:
