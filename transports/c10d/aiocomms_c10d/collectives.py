@@ -1,4 +1,4 @@
-"""The collectives. Announcements carry the data of small collectives, and the group carries large collectives."""
+"""The collectives. Announcements contain the data of small collectives. The group executes large collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The control connection to one peer, which carries frames and the data of large messages."""
+"""The control connection to one peer. The connection transfers frames and the data of large messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RING: Final = 4
 _UNACKED: Final = 16
 """The number of received frames after which this rank sends an acknowledgement.
 
-Until then the peer keeps the frames.
+The peer keeps the frames until the acknowledgement arrives.
 """
 
 
@@ -83,7 +83,8 @@ class ControlConnection:
     def send_data(self, tensor: Tensor, frame: Tensor) -> Any:
         """Send a large message's bytes and then a frame. The peer receives the bytes by :meth:`receive_data`.
 
-        :returns: an object that the caller must keep, with the tensor, until the peer confirms the message.
+        :returns: an object that the caller must keep alive, together with the tensor, until the peer confirms the
+            message.
         """
         work = self._send(tensor, _DATA)
         self.send(frame)

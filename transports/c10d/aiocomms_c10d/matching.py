@@ -110,7 +110,7 @@ class PeerMatcher:
             work.complete()
 
     def recv(self, op: ops.Recv, work: Completion) -> None:
-        """Take the oldest matching message, or keep the receive until a message arrives."""
+        """Take the oldest matching message, or store the receive until a matching message arrives."""
         key = (op.channel, op.tag)
         with self._lock:
             unexpected = self._unexpected.get(key)
@@ -137,7 +137,10 @@ class PeerMatcher:
             work.complete(False)
 
     def probe(self, op: ops.Probe, work: Completion) -> None:
-        """Complete a probe with the oldest message that a receive would take, or keep the probe if there is none."""
+        """Complete a probe with the oldest message that a receive would take.
+
+        If there is no message, store the probe.
+        """
         key = (op.channel, op.tag)
         with self._lock:
             unexpected = self._unexpected.get(key)

@@ -46,8 +46,8 @@ _log = logging.getLogger("aiocomms")
 class C10dTransport(Transport):
     """The transport over its own gloo process group; large collectives may use a user's process group instead.
 
-    Point-to-point messages and the agreement on collectives are frames, which one thread for each peer receives. gloo
-    carries large collectives. Only the completion of a rank's works waits for that rank's loop.
+    Frames are used for point-to-point messages and for the agreement on collectives. One thread for each peer receives
+    the frames. gloo executes large collectives. Only the completion of a rank's works waits for that rank's loop.
     """
 
     capabilities = Capabilities(ops=(ops.P2P - {ops.Batch}) | ops.ARRIVALS | ops.COLLECTIVES | ops.SCANS)

@@ -21,7 +21,7 @@ VERSION: Final = 6
 EAGER, RTS, CTS, DATA, VOID, DONE, CREDIT, CALL, LANDED, ABORT, BYE, BYE_ACK, ACK, NOTE = range(14)
 """The kinds of frames.
 
-EAGER carries a message with its payload. A large message is announced (RTS), requested (CTS), sent (DATA), invalidated
+EAGER contains a message with its payload. A large message is announced (RTS), requested (CTS), sent (DATA), invalidated
 while it is being sent (VOID), and received (DONE). CREDIT permits more bytes of eager messages. CALL is one rank's
 announcement of a collective. LANDED reports that gloo is done with the sender's tensors. ABORT ends the communicator
 with a reason. BYE ends the communicator without a reason, and BYE_ACK confirms a BYE. ACK has the number of frames that
