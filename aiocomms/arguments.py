@@ -1,4 +1,4 @@
-"""The checks of arguments. This module does not import torch, because this import could block an event loop."""
+"""Functions that check arguments. This module does not import torch, because this import could block an event loop."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The functional forms of the operations: functions that return a new tensor and do not change their arguments.
 
 The argument ``group`` of each function is a communicator or its name. ``""`` and None mean the default, ``"world"``.
-Each function starts its operation at once and returns a :class:`~aiocomms.Work` whose result is the new tensor. Tensor
-arguments may be non-contiguous and may require grad. Gradients do not flow through the operation. All functions raise
-:class:`ArgumentError` for wrong arguments before they send anything.
+Each function starts its operation immediately and returns a :class:`~aiocomms.Work` whose result is the new tensor.
+Tensor arguments may be non-contiguous and may require grad. Gradients do not flow through the operation. All functions
+raise :class:`ArgumentError` for wrong arguments before they send anything.
 """
 
 from __future__ import annotations

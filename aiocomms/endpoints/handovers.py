@@ -183,7 +183,7 @@ class HandOvers:
         """Start without hand-overs.
 
         :param counter: the hand-over state that all connections of the endpoint share.
-        :param peer: the connection, for :class:`HandedLease`.
+        :param peer: the :class:`Peer` of the connection, which :class:`HandedLease` uses.
         :param borrower: the number of the other endpoint.
         :param say: a function that sends a note to the other end.
         :param flush: a function that gets a region's descriptor, and waits until the puts into this region are visible

@@ -102,7 +102,8 @@ def parted(lent: Lent) -> LentStep:
 def cut(lent: Lent, *, in_order: bool) -> LentStep:
     """Record that the connection is over.
 
-    :param in_order: True if the borrower closed the connection. Before that, the borrower has released the blocks.
+    :param in_order: True if the borrower closed the connection. The borrower released the blocks before it closed the
+        connection.
     """
     if lent.state not in (Out.LENT, Out.RECALLED):
         return lent, ()

@@ -1,4 +1,4 @@
-"""The opening of an endpoint. This module imports only few modules; see :mod:`aiocomms.communicator.opening`."""
+"""The opening of an endpoint. This module imports only a few modules; see :mod:`aiocomms.communicator.opening`."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class LeaseLedger:
     """The hand-overs of one endpoint: their numbers, their :attr:`words`, and the blocks that borrowers hold."""
 
     words: Tensor
-    """An integer, the *word*, for each hand-over: the number of the hand-over until the hand-over ends, then 0.
+    """One integer, the *word*, for each hand-over: the number of the hand-over, or 0 after the end of the hand-over.
 
     A borrower first reads the blocks, and then the word. The owner changes the word before another lease may get the
     blocks. So if the word is unchanged, the data that the borrower has read is valid. A sequence lock has the same
@@ -350,7 +350,7 @@ class Lease(LeasedBlocks):
             raise LeaseError("the lease has ended: its blocks may belong to another lease")
 
     def _lend(self, out: LentBlocks) -> None:
-        """Register a hand-over. :meth:`_settled` removes it.
+        """Register a hand-over. :meth:`_settled` removes the hand-over.
 
         :raises LeaseError: the lease has ended.
         """
@@ -363,7 +363,7 @@ class Lease(LeasedBlocks):
         self._free_held()
 
     def _begin(self) -> None:
-        """Count an operation of this endpoint on the blocks. :meth:`_done` ends it.
+        """Count an operation of this endpoint on the blocks. :meth:`_done` records the end of the operation.
 
         :raises LeaseError: the lease has ended.
         """
