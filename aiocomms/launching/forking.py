@@ -56,9 +56,9 @@ class ForkServer:
     async def start(self, key: str, environment: Mapping[str, str], descriptors: Sequence[int]) -> None:
         """Tell the fork server to start a process.
 
-        :param key: the name of the process in messages.
+        :param key: the name of the process in the messages of the fork server.
         :param descriptors: the file descriptors of stdout, stderr, the socket to the supervisor, and possibly a
-            listening socket. The caller must close them later.
+            listening socket. The caller must close these descriptors later.
         """
         await self._send(["start", key, dict(environment)], descriptors)
 
@@ -119,7 +119,7 @@ class ForkServer:
             await run_in_thread(self._process.wait)
 
     def _kill(self) -> None:
-        """Kill the fork server. The kernel then kills its child processes, too."""
+        """Kill the fork server. The kernel then also kills the child processes of the fork server."""
         self.killed = True
         self._process.kill()
 

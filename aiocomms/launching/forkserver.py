@@ -1,8 +1,8 @@
 """The fork server: a process that has imported the modules of the ranks, and forks to start each rank.
 
 The supervisor starts the fork server with one end of a socket pair. The fork server imports torch, aiocomms and the
-user's ``preload`` modules. Then it forks once for each start message, so a new rank starts at once. The fork server has
-one thread, waits for its children, and reports the exit code of each child.
+user's ``preload`` modules. Then it forks once for each start message, so a new rank starts immediately. The fork server
+has one thread, waits for its children, and reports the exit code of each child.
 
 If the supervisor ends, the socket closes. Then the fork server sends SIGTERM to the ranks and, after the grace time,
 SIGKILL. If the fork server itself is killed, the kernel kills the ranks (``PR_SET_PDEATHSIG``).
@@ -145,7 +145,7 @@ class _Server:
                     os.killpg(pid, number)
 
     def _end(self) -> None:
-        """End all children, and wait for their ends."""
+        """End all children, and wait until they have ended."""
         ends = clock.now() + self._grace
         for key in self._children:
             self._signal(key, signal.SIGTERM)

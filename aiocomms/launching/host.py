@@ -100,7 +100,7 @@ class HostProcesses:
         """Send a signal to the process of a rank, if the rank has a process.
 
         :param announcement: the reason of the signal, which the process gets before the signal; see
-            ``bootstrap/supervised.py``. Empty: no announcement.
+            ``bootstrap/supervised.py``. If the text is empty, no announcement is sent.
         """
         process = self.processes.get(rank)
         if process is not None and self._server is not None:
@@ -115,7 +115,7 @@ class HostProcesses:
             self._listener = None
 
     async def aclose(self) -> None:
-        """End all processes and the fork server, and wait for their ends."""
+        """End all processes and the fork server, and wait until they have ended."""
         server, self._server = self._server, None
         for process in self.processes.values():
             process.announce(ENDS)

@@ -1,4 +1,4 @@
-"""The output of the ranks: lines with the rank as prefix on the supervisor's stdout and stderr, and lines in files."""
+"""The output of the ranks: the supervisor prints lines with the rank as prefix, and can write the lines to files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def is_coloured(descriptor: int, environ: Mapping[str, str]) -> bool:
 
 
 class Printer:
-    """The printer of all ranks' output lines. A blocked terminal or pipe blocks ranks that print, not the supervisor.
+    """The printer of all ranks' output lines.
+
+    If a terminal or pipe is blocked, ranks that print wait, but the supervisor does not wait.
 
     :param size: the number of ranks.
     :param folder: the folder in which each process gets a file of its output lines without prefixes; None: no files.

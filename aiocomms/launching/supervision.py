@@ -4,8 +4,9 @@ A :class:`Supervision` takes events and returns orders. The supervisor executes 
 events. So a test can simulate the processes and the clock.
 
 Each process of a rank has a number, its *incarnation*. The processes that the supervisor starts together are a
-*generation*. Within a generation, a process that replaces a dead process is a *newcomer*. It joins the ranks that have
-formed a communicator. If no rank with a communicator is left, the generation ends and the next generation begins.
+*generation*. Within a generation, a process that replaces a dead process is a *newcomer*. The newcomer joins the ranks
+that have formed a communicator. If no rank with a communicator is left, the generation ends and the next generation
+begins.
 """
 
 from __future__ import annotations
