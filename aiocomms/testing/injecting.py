@@ -132,7 +132,7 @@ class Link:
         self._queues: dict[Hashable, deque[_Held]] = {}
         """The delayed ops, by the key that :func:`_order` returns."""
         self._stalled: set[Hashable] = set()
-        """The keys, as :func:`_order` returns them, of dropped collectives.
+        """The keys of dropped collectives, as :func:`_order` returns them.
 
         No later op with such a key is posted, because the other ranks would match that op with the dropped collective.
         """
@@ -383,7 +383,10 @@ def _order(op: ops.Op, lane: int | None) -> Hashable:
 
 
 def _nbytes(op: ops.Op) -> int:
-    """Return the number of bytes that a rank sends for an op. For an op that works in place, count the op's tensors."""
+    """Return the number of bytes that a rank sends for an op.
+
+    For an op that works in place, return the number of bytes of the op's tensors.
+    """
     buffers = op.reads() or ([] if isinstance(op, ops.Recv) else op.writes())
     return sum(tensor.nbytes for _, tensor in buffers)
 

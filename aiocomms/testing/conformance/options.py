@@ -75,7 +75,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def places(config: pytest.Config, marks: Marks) -> list[Place]:
-    """Return the places in which a check with these marks runs."""
+    """Return the places (transport, event loop, number of ranks) in which a check with these marks runs."""
     from aiocomms.testing.conformance.case import Place
     from aiocomms.testing.conformance.matrix import cells
 
@@ -134,8 +134,8 @@ def _transports(config: pytest.Config) -> list[Subject]:
 def subject(given: str, device: torch.device, state: Mapping[str, str | None]) -> Subject:
     """Find the transport that a value of ``--transport`` names.
 
-    :param state: a dict from the name of each installed transport to the reason why it is not available; None: it is
-        available.
+    :param state: for the name of each installed transport, the reason why the transport is not available, or None if it
+        is available.
     """
     from aiocomms.bootstrap.registry import find
     from aiocomms.testing.conformance.matrix import PROCESSES, Subject

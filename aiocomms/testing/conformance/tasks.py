@@ -98,7 +98,7 @@ class _Thread:
 
 
 class _Run:
-    """One check on all ranks of one loop."""
+    """One check, which runs on all ranks of one event loop."""
 
     def __init__(self, place: Place, request: Request) -> None:
         self.outcomes = [Outcome("stopped", "it did not begin")] * place.size

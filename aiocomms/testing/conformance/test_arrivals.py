@@ -191,9 +191,9 @@ async def test_recv_message_whose_into_fails_leaves_the_message(comm: Communicat
 @ranks(3)
 @pytest.mark.parametrize("first", ["named", "any"])
 async def test_recv_from_a_named_rank_precedes_recv_any(comm: Communicator, case: Case, first: str) -> None:
-    """The receive from a named rank takes that rank's message, even if the other receive was called first.
+    """The receive from a named rank takes that rank's message, even if a receive from any rank was called first.
 
-    The other receive takes the next message.
+    The receive from any rank takes the next message.
     """
     case.need_arrivals()
     if comm.rank == 2:

@@ -98,7 +98,7 @@ async def test_reductions_of_unsigned_integers_wrap_around_and_compare_unsigned(
 @ranks(2)
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "min", "product"])
 async def test_reductions_accept_an_operator_by_name(comm: Communicator, case: Case, op: str) -> None:
-    """Each reducing collective takes the name of an operator in place of the operator."""
+    """Each collective with a reduction accepts the name of an operator instead of the operator."""
     contents = [[case.numbers(torch.float64, (5,), r, dst) for dst in range(comm.size)] for r in range(comm.size)]
     mine, root = contents[comm.rank], comm.size - 1
     first = data.reduced(ReduceOp.parse(op), [given[0] for given in contents])

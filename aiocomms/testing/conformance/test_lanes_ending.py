@@ -1,4 +1,4 @@
-"""Ends of lanes: close, deadline, abort, and disagreement of the ranks."""
+"""The ways in which a lane ends: close, deadline, abort, and disagreement of the ranks."""
 
 from __future__ import annotations
 

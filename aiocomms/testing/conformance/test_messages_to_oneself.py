@@ -32,7 +32,7 @@ SHAPE = (6,)
 SHORT = 0.1
 """A short deadline for ops that must time out, in seconds."""
 LARGE = 40_009
-"""The elements of a tensor that no transport sends before the matching receive."""
+"""The number of elements of a tensor that no transport sends before the matching receive."""
 
 
 def can(comm: Communicator, case: Case) -> bool:
@@ -292,7 +292,7 @@ async def test_close_ends_unmatched_self_messages_at_once(comm: Communicator, ca
 
 @ranks(2, more=(1, 3))
 async def test_lane_abort_ends_pending_self_messages(comm: Communicator, case: Case) -> None:
-    """The pending ops of the lane end, and no message of the lane stays behind."""
+    """The pending ops of the lane end, and no message of the lane remains."""
     if not can(comm, case):
         return
     lane = comm.lane("failing")

@@ -172,7 +172,7 @@ def same(got: Page, want: Page) -> None:
 @pytest.mark.core
 @ranks(2)
 async def test_stream_carries_mappings_and_dataclasses_both_ways(comm: Communicator, case: Case) -> None:
-    """Mappings and dataclasses have small and large tensors, and some of these are not contiguous."""
+    """The mappings and dataclasses contain small and large tensors. Some of the tensors are not contiguous."""
     case.need("p2p")
     pages: ItemStream[Page] = await comm.open_stream(1 - comm.rank, 2, "pages", items=Page)
     mappings = await comm.open_stream(1 - comm.rank, 2, "mappings", items=dict[str, Any])

@@ -30,7 +30,7 @@ class FailedHistory(NamedTuple):
 
 
 def read_seed(seed: int | str) -> tuple[int, dict[int, int] | None]:
-    """Return the number of a seed, and a dict of the kept faults, or None if all faults are kept.
+    """Return the number of a seed, and a dict of the kept faults. The dict is None if all faults are kept.
 
     A key of the dict is the number of a kept fault. The value says how many times the duration of this fault is halved.
 
@@ -55,7 +55,7 @@ def write_seed(seed: int, chosen: Mapping[int, int]) -> str:
 
 
 def read_seeds(seeds: int | Iterable[int]) -> Iterable[int]:
-    """Return the seeds. An int means this number of seeds, from 0.
+    """Return the seeds. An int ``n`` stands for the seeds from 0 to ``n - 1``.
 
     :raises ArgumentError: ``seeds`` is neither an int of at least 1 nor an iterable of seeds.
     """

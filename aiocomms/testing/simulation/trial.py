@@ -28,7 +28,7 @@ FAULTLESS = Faults()
 LATENCY = (2e-5, 2e-3)
 """The smallest and the largest latency of a message, in seconds."""
 LONGEST = 86_400.0
-"""The virtual seconds that a history may take."""
+"""The largest number of virtual seconds that a history may take."""
 Program = Callable[[], Awaitable[Any]]
 """An async function that each rank runs, as if each rank were a process."""
 
