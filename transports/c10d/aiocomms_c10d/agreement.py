@@ -128,7 +128,7 @@ class Agreement:
             conclude(work, outcome)
 
     def _announce(self, call: _AnnouncedCall) -> None:
-        """Announce this rank's call to every rank. The announcement has the data of a small call."""
+        """Announce this rank's call to every rank. The announcement contains the data of a small call."""
         plan = call.plan
         small = self._is_small(plan, plan.nbytes)
         frame: Tensor | None = None
@@ -170,7 +170,7 @@ class Agreement:
             self._inbox.put(conclude, call.work, outcome)
 
     def handle_landed(self, rank: int, number: int) -> None:
-        """Record that a rank is done with a large collective. Gloo no longer reads that rank's tensors."""
+        """Record that a rank is done with a large collective. Gloo no longer reads the tensors of that rank."""
         if not 0 <= number < self._count:
             raise ProtocolError(f"rank {rank} ends collective {number}, and this rank is at {self._count}", peer=rank)
         with self._lock:

@@ -37,7 +37,10 @@ from aiocomms_c10d.auth import SignedStore, prove, stop_listening
 from aiocomms_c10d.control import FOREVER
 
 _THREADS: Final = 2
-"""The number of gloo's threads for collectives. Each thread runs one collective at a time, in the order of starts."""
+"""The number of gloo's threads for collectives.
+
+Each thread runs one collective at a time, in the order in which collectives are started.
+"""
 _CONNECT: Final = 120.0
 """The largest number of seconds for connecting, after every rank has called :func:`open_gloo`."""
 _SHARE: Final = 0.5

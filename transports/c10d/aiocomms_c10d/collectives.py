@@ -24,8 +24,8 @@ Parts = Sequence[Tensor]
 class C10dCall:
     """One call of a collective on one rank.
 
-    A small call uses :meth:`part` and :meth:`finish`, both on the loop's thread. A large call uses :meth:`start`, which
-    may block its thread, and :meth:`end`, on another thread.
+    A small call uses :meth:`part` and :meth:`finish`, both on the event loop's thread. A large call uses :meth:`start`,
+    which may block its thread, and :meth:`end`, on another thread.
     """
 
     nbytes: int = 0

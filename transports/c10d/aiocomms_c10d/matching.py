@@ -50,14 +50,14 @@ _CREDIT: Final = 1024 * 1024
 Beyond this limit, the sender announces all messages.
 """
 _OVERHEAD: Final = 256
-"""The bytes of memory that a stored message needs in addition to its payload."""
+"""The number of bytes of memory that a stored message needs in addition to its payload."""
 
 _PENDING = object()
 """The outcome of an op that is not complete yet."""
 
 
 class PeerMatcher:
-    """The matcher of messages from and to one peer. Works are completed on the loop's thread."""
+    """The matcher of messages from and to one peer. Works are completed on the event loop's thread."""
 
     def __init__(self, connection: ControlConnection, inbox: Inbox) -> None:
         self._connection = connection

@@ -35,7 +35,7 @@ long only if a peer does not read.
 _GOODBYE: Final = 2.0
 """The time limit, in seconds, for all peers to confirm that they have received all frames.
 
-The peers' loops need not run.
+The event loops of the peers need not run for this.
 """
 
 _RELEASE: Final = 1.0
@@ -47,7 +47,7 @@ class C10dTransport(Transport):
     """The transport over its own gloo process group; large collectives may use a user's process group instead.
 
     Frames are used for point-to-point messages and for the agreement on collectives. One thread for each peer receives
-    the frames. gloo executes large collectives. Only the completion of a rank's works waits for that rank's loop.
+    the frames. gloo executes large collectives. Only the completion of a rank's works waits for that rank's event loop.
     """
 
     capabilities = Capabilities(ops=(ops.P2P - {ops.Batch}) | ops.ARRIVALS | ops.COLLECTIVES | ops.SCANS)
@@ -100,7 +100,7 @@ class C10dTransport(Transport):
 
     @classmethod
     def preference(cls, device: torch.device, size: int, family: ops.Family) -> int:
-        """See :meth:`Transport.preference`. This transport is used if there is no faster one."""
+        """See :meth:`Transport.preference`. This transport is used if there is no faster transport."""
         return 10 if device.type == "cpu" else 0
 
     @classmethod
@@ -185,7 +185,10 @@ class C10dTransport(Transport):
         return [op.dst] if isinstance(op, ops.Send) else self._agreement.waiting_for(work)
 
     def say(self, rank: int, note: bytes) -> bool:
-        """See :meth:`Transport.say`. The peer's reader thread receives the note, also while the peer's loop is busy."""
+        """See :meth:`Transport.say`.
+
+        The peer's reader thread receives the note, even while the peer's event loop is busy.
+        """
         if not self._lost.is_set() and rank in self._connections:
             self._connections[rank].send(wire.pack(C10dHeader(wire.NOTE), note))
         return not self._lost.is_set()
@@ -240,7 +243,7 @@ class C10dTransport(Transport):
             self._fail(closed_by(peer))
 
     def _fail(self, error: CommError) -> None:
-        """Report the loss of the communicator on the loop, after earlier completions of works."""
+        """Report the loss of the communicator on the event loop, after earlier completions of works."""
         self._lost.set()
         self._inbox.put(lambda: self.on_failure(error))
 
@@ -348,7 +351,7 @@ def _aliased(op: ops.Op) -> ops.Op:
 
 _open_transports: weakref.WeakSet[C10dTransport] = weakref.WeakSet()
 _adopted_groups: list[Any] = []
-"""The users' groups that communicators use."""
+"""The users' process groups that communicators use."""
 
 
 def _stop_all() -> None:

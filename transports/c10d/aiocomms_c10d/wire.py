@@ -1,6 +1,7 @@
 """The wire format: frames, each with a fixed header and a body that the header describes.
 
-Every frame is received into a buffer of a fixed size. A frame whose header exceeds this buffer is refused.
+Every frame is received into a buffer of a fixed size. A frame is refused if its header describes more bytes than this
+buffer has.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class C10dHeader(NamedTuple):
 
 
 class C10dFrame(NamedTuple):
-    """A received frame. Later frames overwrite the buffer of its payload."""
+    """A received frame. Later frames overwrite the memory of ``payload``."""
 
     header: C10dHeader
     text: bytes
