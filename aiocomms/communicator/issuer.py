@@ -1,4 +1,4 @@
-"""The base class of the method families: the method ``_issue``, through which each family starts its ops."""
+"""The base class of the communicator's method families. Each family starts its ops with the method ``_issue``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aiocomms.transport.native import Shortcuts
 
 
 class Inside(checks.CheckedComm, Protocol):
-    """The part of a communicator's core that the classes of its methods use, such as ``PointToPoint``."""
+    """The part of a communicator's core that method classes such as ``PointToPoint`` use."""
 
     worded: Callable[[CommError], CommError]
     """See :class:`aiocomms.progress.work.Owner`."""
@@ -35,7 +35,10 @@ class Inside(checks.CheckedComm, Protocol):
         """See :meth:`Transport.caller_stream`."""
 
     def lose(self, error: CommError) -> None:
-        """Mark the communicator as lost on all ranks: this rank cannot do its part of a collective that has begun."""
+        """Mark the communicator as lost on all ranks.
+
+        The caller is a rank that cannot do its part of a collective that has already begun.
+        """
 
     def demand_thread(self, what: str) -> None:
         """See :meth:`aiocomms.core.core.Core.demand_thread`."""
@@ -45,7 +48,7 @@ class Inside(checks.CheckedComm, Protocol):
 
 
 class Issuer(Handle, ABC):
-    """The part of a communicator that the classes of its methods use, such as ``PointToPoint``."""
+    """The part of a communicator that method classes such as ``PointToPoint`` use."""
 
     name: str
     rank: int
@@ -53,11 +56,15 @@ class Issuer(Handle, ABC):
     device: torch.device
     _core: Inside
     _shortcuts: Shortcuts | None
-    """Native code that starts plain ops; None for a program's own subclass, which may start ops in its own way."""
+    """The native code that starts plain ops.
+
+    The value is None if the program has derived its own class from :class:`Communicator`, because that class may
+    start ops differently.
+    """
 
     @abstractmethod
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:
-        """Check an op, post it, and return its work."""
+        """Check and post an op, and return the op's work."""
 
     def _issue_in_order(
         self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT

@@ -1,8 +1,8 @@
-"""The items of a stream: the conversion of an item to messages, and of messages to an item.
+"""The conversion of a stream's items to messages, and of messages to items.
 
 An item is a header of fixed size and, if needed, more messages. A tensor is sent as a header, which describes the
-tensor, and one message of data. A mapping or a dataclass is sent like an object, see
-:mod:`aiocomms.communicator.parcels`.
+tensor, and one message of data. A mapping or a dataclass is sent like an object; :mod:`aiocomms.communicator.parcels`
+describes the messages of an object.
 """
 
 from __future__ import annotations
@@ -32,22 +32,26 @@ DATA: Final = 0
 _TENSOR_BYTES: Final = 8 + codec.TENSOR_BYTES
 
 Arriving = Generator[list[Tensor] | Callable[[], None], None, tuple[Any, int]]
-"""A generator that yields tensors to receive into, or a call to make in a thread.
+"""A generator that yields the steps with which its caller receives an item.
 
-The caller resumes the generator when the receives or the call are done. The generator returns the argument of
-:meth:`Kind.make`, and the item's size in bytes.
+A step is a list of tensors, into which the caller receives messages, or a function, which the caller calls in a thread.
+The caller resumes the generator when the step is done. The generator returns the argument of :meth:`Kind.make`, and
+the item's size in bytes.
 """
 
 
 class Packed(NamedTuple):
-    """An item as messages."""
+    """The header and the messages that represent one item."""
 
     header: Tensor
     messages: list[Tensor]
     nbytes: int
-    """The number of bytes that the item needs at the other end."""
+    """The number of bytes that the item needs at the receiving end."""
     prepare: Callable[[], Packed] | None
-    """The blocking function that prepares the messages, for a call in a thread; None: the messages are ready."""
+    """The blocking function that prepares the messages, and that the caller calls in a thread.
+
+    The value is None if the messages need no preparation.
+    """
 
 
 class Kind(ABC, Generic[T]):
@@ -58,11 +62,11 @@ class Kind(ABC, Generic[T]):
     def __init__(self, items: type[T], text: str) -> None:
         self.items = items
         self.text = text
-        """The type as readable text, which must be equal at both ends."""
+        """A text that describes the type. Both ends of a stream must have equal texts."""
 
     @property
     def digest(self) -> bytes:
-        """The digest of the type, which both ends of the stream compare."""
+        """The digest of the text. Both ends of a stream compare their digests."""
         return hashlib.blake2b(self.text.encode(), digest_size=8).digest()
 
     @abstractmethod
@@ -74,9 +78,9 @@ class Kind(ABC, Generic[T]):
 
     @abstractmethod
     def arriving(self, header: bytes, device: torch.device) -> Arriving:
-        """Receive the item that a header announces.
+        """Receive the item that a header describes.
 
-        :raises ProtocolError: a step raises this error if the messages are invalid.
+        :raises ProtocolError: the header or a message is invalid. Not this call but the generator raises this error.
         """
 
     @abstractmethod
@@ -120,7 +124,7 @@ class Tensors(Kind[Tensor]):
 
 
 class Mappings(Kind[T]):
-    """Mappings of tensors and small values; they arrive as dicts."""
+    """Mappings of tensors and small values. The receiving end gets a dict."""
 
     header_bytes = HEADER_BYTES
 
@@ -143,7 +147,7 @@ class Mappings(Kind[T]):
     def taken_apart(self, item: T) -> dict[Any, Any]:
         """Return the item as a dict.
 
-        :raises ArgumentTypeError: the item is no mapping.
+        :raises ArgumentTypeError: the item is not a mapping.
         """
         if not isinstance(item, Mapping):
             raise arguments.wrong_type("item", item, "a mapping, as the stream was opened for")
@@ -163,7 +167,7 @@ class Mappings(Kind[T]):
     def checked(self, arrived: Any) -> Any:
         """Check a value that has arrived, and return it.
 
-        :raises ProtocolError: the value is no item of this kind.
+        :raises ProtocolError: the value is not an item of this kind.
         """
         if not isinstance(arrived, dict):
             raise ProtocolError(f"a {type(arrived).__name__} came on a stream of {self.text}")
@@ -205,7 +209,7 @@ class Dataclasses(Mappings[T]):
 def kind_of(items: Any) -> Kind[Any]:
     """Return the :class:`Kind` for a type of items.
 
-    :raises ArgumentTypeError: no stream carries such items.
+    :raises ArgumentTypeError: streams do not support items of this type.
     """
     origin = typing.get_origin(items) or items
     if origin is Tensor:

@@ -1,4 +1,4 @@
-"""The point-to-point methods: ``send``, ``recv``, receives from any of several ranks, and ``batch``."""
+"""The point-to-point methods: sends, receives from one rank, from several ranks or from any rank, and batches."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ Given = TypeVar("Given", bound=TensorLike)
 class PointToPoint(Issuer):
     """The methods ``send``, ``recv``, ``recv_any``, ``recv_message``, ``probe`` and ``batch``.
 
-    Messages are matched by source, destination and tag. Messages that match the same receives arrive in the order of
-    the sends. A send may complete before or after the matching receive is posted; programs must not rely on either
-    order. A send to this rank itself never completes before the matching receive is posted.
+    Messages are matched by source, destination and tag. Messages with equal source, destination and tag are received
+    in the order of the sends. A send may complete before or after the matching receive is posted; programs must not
+    rely on either order. A send to this rank itself never completes before the matching receive is posted.
 
-    A receive from one rank has priority over receives from any or several ranks, whichever was called first. Receives
-    from any or several ranks take messages in the order of the calls, and from each source in turn.
+    A receive from one rank has priority over a receive from several ranks or from any rank, even if the latter was
+    called first. Receives from several ranks or from any rank get messages in the order of the calls. These receives
+    take messages from the sources in round-robin order.
     """
 
     def send(
@@ -44,7 +45,7 @@ class PointToPoint(Issuer):
 
         :param tensor: a contiguous tensor of any shape and dtype; it must not be changed until the work is done.
         :param dst: the receiving rank.
-        :param tag: the tag of the receives that the message matches: a 32-bit signed integer.
+        :param tag: the message's tag, a 32-bit signed integer. Only a receive with this tag matches the message.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
@@ -63,9 +64,9 @@ class PointToPoint(Issuer):
     ) -> Work[Given]:
         """Receive a tensor from another rank or, if the communicator's device is the CPU, from this rank.
 
-        :param tensor: the tensor to receive into, of the message's dtype and size in bytes.
+        :param tensor: the tensor to receive into. Its dtype and size in bytes must be those of the message.
         :param src: the sending rank.
-        :param tag: the tag of the messages that the receive matches: a 32-bit signed integer.
+        :param tag: a 32-bit signed integer. The receive matches only messages with this tag.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout. If
             no message has arrived at the deadline, only the receive fails, and the communicator stays usable.
@@ -83,19 +84,20 @@ class PointToPoint(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[int]:
-        """Receive a tensor from any rank, or from any of several.
+        """Receive a tensor from any rank, or from any of the given ranks.
 
         The receive does not wait for a rank that has closed its communicator. The work fails when all other ranks of
         ``src`` have closed their communicators.
 
-        :param tensor: the tensor to receive into, of the message's dtype and size in bytes.
-        :param src: the possible senders, or one rank; None: any rank, this one included if the device is the CPU.
-        :param tag: the tag of the messages that the receive matches: a 32-bit signed integer.
+        :param tensor: the tensor to receive into. Its dtype and size in bytes must be those of the message.
+        :param src: a list of the ranks that may send the message, or one rank. None: any other rank, or also this
+            rank if the device is the CPU.
+        :param tag: a 32-bit signed integer. The receive matches only messages with this tag.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: see :meth:`recv`.
         :returns: the work; its result is the sender's rank.
         :raises ArgumentError: an argument is wrong; nothing was sent.
-        :raises UnsupportedOperation: the transport cannot probe.
+        :raises UnsupportedOperation: the transport cannot probe for messages.
         """
         return self._issue(ops.RecvAny(tensor, sources_of(src, self, self.device), tag), hints, timeout)
 
@@ -108,19 +110,19 @@ class PointToPoint(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Received]:
-        """Receive a message of any size and dtype, from any rank or from some ranks.
+        """Receive a message of any size and dtype, from any rank or from any of the given ranks.
 
         :param src: see :meth:`recv_any`.
-        :param tag: the tag of the messages that the receive matches: a 32-bit signed integer.
-        :param into: a function that returns the tensor to receive the message into. The loop calls the function when
-            the message has arrived. No other receive of this loop can take this message. If the function raises or
-            returns no fitting tensor, the work fails, and the next receive gets the message. None: the message goes
-            into a new flat tensor on the communicator's device.
+        :param tag: a 32-bit signed integer. The receive matches only messages with this tag.
+        :param into: a function that returns the tensor to receive the message into. The event loop calls the function
+            when the message has arrived. No other receive on this event loop can take the message during this call.
+            If the function raises an exception or returns an unsuitable tensor, the work fails, and the next receive
+            gets the message. None: the message is received into a new flat tensor on the communicator's device.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: see :meth:`recv`.
         :returns: the work; its result is the sender's rank and the tensor.
         :raises ArgumentError: an argument is wrong; nothing was sent.
-        :raises UnsupportedOperation: the transport cannot probe.
+        :raises UnsupportedOperation: the transport cannot probe for messages.
         """
         return self._issue(ops.RecvMessage(sources_of(src, self, self.device), tag, into), hints, timeout)
 
@@ -132,22 +134,23 @@ class PointToPoint(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Message]:
-        """Wait until a matching message has arrived, and leave the message to a receive.
+        """Wait until a matching message has arrived. Do not receive the message.
 
-        Another receive may take the message before the program resumes. :meth:`recv_message` has no such race.
+        A pending receive may take the message before the program resumes. :meth:`recv_message` has no such race.
 
         :param src: see :meth:`recv_any`.
-        :param tag: the tag of the messages that the probe matches: a 32-bit signed integer.
+        :param tag: a 32-bit signed integer. The probe matches only messages with this tag.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: see :meth:`recv`.
-        :returns: the work, which is done at once if a message has arrived; its result has the sender and the size.
+        :returns: the work, which is done at once if a message has already arrived. The work's result contains the
+            message's sender and size.
         :raises ArgumentError: an argument is wrong.
-        :raises UnsupportedOperation: the transport cannot probe.
+        :raises UnsupportedOperation: the transport cannot probe for messages.
         """
         return self._issue(ops.ProbeAny(sources_of(src, self, self.device), tag), hints, timeout)
 
     def batch(self) -> Batch:
-        """Make a group of sends and receives that start together, and so cannot deadlock by their order.
+        """Make a batch of sends and receives that start together, so that their order cannot cause a deadlock.
 
         :returns: an empty batch.
         """
@@ -178,11 +181,13 @@ class Batch(Handle):
     def issue(self, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[list[Any]]:
         """Start all sends and receives of the batch, which is empty afterwards.
 
-        If one message fails, unmatched receives are withdrawn. The work fails when all other messages have ended.
+        If one message fails, the batch withdraws its unmatched receives. The work fails when all other messages of
+        the batch have ended.
 
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
-        :returns: one work for the whole batch; its result is the list of the tensors, in the order added.
+        :returns: one work for the whole batch. The work's result is the list of the tensors, in the order in which
+            they were added.
         :raises ArgumentError: the batch is empty, or two messages share memory and one of them writes this memory;
             nothing was sent.
         """
