@@ -1,4 +1,6 @@
-"""A service behind an ASGI application, for example of Starlette, FastAPI or Litestar. It imports no web framework.
+"""A service behind an ASGI application, for example of Starlette, FastAPI or Litestar.
+
+This module does not import any web framework.
 
 See ``docs/serving.md``.
 """
@@ -34,8 +36,8 @@ class WebService(Handle):
 
     :param start: an async function, which is called once on each rank. The function opens a communicator, loads the
         model, and returns the :class:`~aiocomms.serving.Service` and the function that runs plans.
-    :param max_running: the most plans that run at once; see :meth:`Service.drive`.
-    :param max_waiting: the most plans that wait; see :meth:`Service.drive`.
+    :param max_running: the largest number of plans that run at once; see :meth:`Service.drive`.
+    :param max_waiting: the largest number of plans that wait; see :meth:`Service.drive`.
     """
 
     def __init__(self, start: Start, max_running: int | None = None, max_waiting: int | None = None) -> None:
@@ -96,8 +98,8 @@ class WebService(Handle):
         This method is an ASGI application, which can be mounted anywhere.
 
         ``/healthz`` answers 200 while the service runs or recovers. ``/readyz`` answers 200 while the service accepts
-        plans. Otherwise both answer 503 and the reason. ``/metrics`` answers with all metrics of Prometheus' default
-        registry, which include those of this service.
+        plans. Otherwise the answer is 503 and contains the reason. ``/metrics`` answers with all metrics of Prometheus'
+        default registry, which include those of this service.
         """
         if scope["type"] != "http":
             return
@@ -150,9 +152,10 @@ async def _end_with(driver: Driver) -> None:
 
 
 async def until_disconnect(client: Any, awaitable: Awaitable[T]) -> T:
-    """Await an awaitable for a client, and cancel the awaitable when the client disconnects.
+    """Await an awaitable on behalf of a client, and cancel the awaitable when the client disconnects.
 
-    Web frameworks do not cancel a handler whose client has disconnected.
+    Web frameworks themselves do not cancel the handler when the client disconnects. An exception that the awaitable or
+    ``receive`` raises is raised unchanged.
 
     Read the body of the request before this call, so that the client's next message is the disconnection. FastAPI
     reads the body before the handler, if the handler has an argument for the body.
@@ -162,8 +165,7 @@ async def until_disconnect(client: Any, awaitable: Awaitable[T]) -> T:
     :param awaitable: the awaitable, such as ``driver.run(plan)``.
     :returns: the result of the awaitable.
     :raises ClientLeftError: the client has disconnected, so an answer would not arrive.
-    :raises ArgumentError: the request's body was not read. This function raises an exception of the awaitable or of
-        ``receive`` unchanged.
+    :raises ArgumentError: the body of the request was not read before this call.
     """
     receive: Receive = getattr(client, "receive", client)
     raised: list[BaseException] = []

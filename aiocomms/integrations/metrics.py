@@ -1,7 +1,7 @@
 """Metrics for exporters: durations of ops by op, transport and size, and the lateness of the event loop.
 
-This module uses only the public hooks and :meth:`Communicator.statistics`. An exporter for another system can do the
-same.
+This module uses only the public hooks and :meth:`Communicator.statistics`. So programs can write exporters for other
+monitoring systems.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from aiocomms.serving.plans import SERVICE_LANE
 _SIZES: Final = ((0, "0"), (10, "<1KiB"), (14, "<16KiB"), (18, "<256KiB"), (22, "<4MiB"), (26, "<64MiB"))
 LARGEST: Final = ">=64MiB"
 SIZES: Final = tuple(next((name for most, name in _SIZES if bits <= most), LARGEST) for bits in range(65))
-"""The name of the size class for each number of bits of a size in bytes."""
+"""The names of the size classes. The index is the bit length of a size in bytes, for example 11 for 1024 bytes."""
 
 
 class Instrumentable(Protocol):
@@ -72,7 +72,7 @@ class Traceable(Instrumentable, Protocol):
 def instrumentable(comm: Any, also: str = "") -> None:
     """Check the argument of an exporter.
 
-    :param also: the other types that the exporter accepts, for the error's message.
+    :param also: a text for the error message: the types that the exporter accepts besides communicators.
     :raises ArgumentTypeError: ``comm`` is not a communicator.
     """
     if not all(hasattr(type(comm), name) for name in ("statistics", "register_post_hook")):
@@ -80,14 +80,14 @@ def instrumentable(comm: Any, also: str = "") -> None:
 
 
 def part_of(op: Op, lane: str = "") -> str:
-    """Return the part of this library that called an op: ``stream_`` or ``service_``; empty for the program's ops."""
+    """Return ``stream_`` or ``service_`` if that part of this library called the op; empty if the program did."""
     if getattr(op, "channel", USER) != USER:
         return "stream_"
     return "service_" if lane == SERVICE_LANE else ""
 
 
 class OpDurations(Durations):
-    """The durations of the successful ops of one kind."""
+    """The durations and bytes of the successful ops with the same type, size class and caller."""
 
     __slots__ = ("bytes",)
 
@@ -97,7 +97,7 @@ class OpDurations(Durations):
 
 
 class MetricRow(NamedTuple):
-    """The metrics of the ops of one kind."""
+    """The metrics of the ops with the same name, transport and size class."""
 
     op: str
     transport: str
@@ -109,9 +109,10 @@ class MetricRow(NamedTuple):
 
 
 class Tally:
-    """The counts of one communicator's ops by kind. A post-hook counts until :meth:`remove` is called.
+    """The counts of one communicator's ops by name, transport and size class.
 
-    The hook changes the counts on the event loop's thread. Any thread may read them.
+    A post-hook counts the ops that end, until :meth:`remove` is called. The hook changes the counts on the event loop's
+    thread. Any thread may read the counts.
     """
 
     def __init__(self, comm: Instrumentable) -> None:
@@ -143,7 +144,7 @@ class Tally:
 
 
 class Totals:
-    """The sums over the ops of one rank, on a communicator and on the lost communicators before it."""
+    """The sums over one rank's ops on a communicator and on the lost communicators that this communicator replaces."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str, str], MetricRow] = {}
@@ -166,12 +167,15 @@ class Totals:
         return [Failures(*key, count) for key, count in self._failed.items()]
 
     def rows(self) -> list[MetricRow]:
-        """Return the sums by kind of op."""
+        """Return the sums by name, transport and size class of the ops."""
         return list(self._rows.values())
 
 
 class Lateness:
-    """The delay until an event loop runs a callback of another thread. Only :meth:`look` submits these callbacks."""
+    """The delay between the submission of a callback to an event loop and its execution.
+
+    Another thread may submit the callback. Only :meth:`look` submits these callbacks.
+    """
 
     def __init__(self) -> None:
         """Measure the loop that runs on this thread. If no loop runs, the lateness stays unknown."""
@@ -188,7 +192,7 @@ class Lateness:
 
         If no callback is pending, also submit the next callback. Thread-safe.
 
-        :returns: the delay in seconds; None if the delay is unknown, as at the first call.
+        :returns: the delay in seconds; None if the delay is unknown. The first call always returns None.
         """
         asked, now = self._asked, clock.now()
         if asked is not None:
@@ -217,8 +221,10 @@ class Measured:
         self._comm = ref(comm)  # A strong reference would prevent the warning of a communicator left open.
         self._removed = False
         self.lost: Statistics | None = None
-        """The statistics at the communicator's loss, because a lost communicator may be closed later; None if not
-        lost."""
+        """The communicator's statistics at the time of its loss; None if the communicator is not lost.
+
+        The statistics are kept here, because a lost communicator may be closed later.
+        """
         self._hook = comm.register_abort_hook(self._lost)
         if comm.aborted:
             self._lost()
@@ -274,8 +280,8 @@ class Shown:
     """The communicators that one exporter shows.
 
     The exporter adds the counts of a lost communicator to the counts of the communicator that replaces it. Otherwise
-    the metrics would never show the failure that led to a recovery. When a communicator is closed without a loss, the
-    exporter drops the counts.
+    the metrics would not show the failure that caused a recovery. When a communicator is closed without a loss, the
+    exporter removes the communicator's counts.
     """
 
     def __init__(self) -> None:
@@ -328,7 +334,7 @@ class Shown:
             self._kept.setdefault(place, Totals()).add(each.tally.rows(), each.lost.failed)
 
     def totals(self) -> dict[Place, Totals]:
-        """Return the sums of each communicator, including the counts of the lost communicators before it.
+        """Return the sums of each communicator, including the counts of the lost communicators that it replaces.
 
         Thread-safe.
         """

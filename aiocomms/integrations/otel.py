@@ -23,7 +23,7 @@ _SCOPE = "aiocomms"
 
 
 class Tracing(Handle):
-    """The hook that makes a span for each op that is called within a sampled span; ``remove()`` removes it."""
+    """The hook that makes a span for each op that is called within a sampled span; ``remove()`` removes the hook."""
 
     def __init__(self, comm: Instrumentable, provider: TracerProvider | None) -> None:
         self._tracer = trace.get_tracer(_SCOPE, __version__, provider)
@@ -82,7 +82,7 @@ def _labels(name: str, rank: int) -> dict[str, Any]:
 
 
 class PlanTracing(Handle):
-    """The hooks that make spans for a service's plans and their ops; :meth:`remove` removes them."""
+    """The hooks that make spans for a service's plans and their ops; :meth:`remove` removes the hooks."""
 
     def __init__(self, service: Service, provider: TracerProvider | None) -> None:
         self._tracer, self._provider = trace.get_tracer(_SCOPE, __version__, provider), provider
@@ -129,10 +129,10 @@ def trace_plans(service: Service, tracer_provider: TracerProvider | None = None)
 
     Call this function on every rank.
 
-    OpenTelemetry's global propagator writes the caller's context, and rank 0 sends the context with the plan to all
-    ranks. So the plan's span on each rank is a child of the caller's span. The spans of the plan's ops on this rank are
-    children of the plan's span, which lasts as long as ``execute`` runs. As with :func:`trace_ops`, a plan that is
-    called outside a sampled span gets no span.
+    OpenTelemetry's global propagator writes the context of the plan's caller into the plan's carrier, and rank 0 sends
+    the carrier with the plan to all ranks. So the plan's span on each rank is a child of the caller's span. The spans
+    of the plan's ops on this rank are children of the plan's span, which lasts as long as ``execute`` runs. As with
+    :func:`trace_ops`, a plan that is called outside a sampled span gets no span.
 
     :param service: the service. Its current and later communicators are traced as by :func:`trace_ops`.
     :param tracer_provider: the provider of the tracer; None: the global provider.

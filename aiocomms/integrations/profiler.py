@@ -22,7 +22,7 @@ def profiling() -> bool:
 
 
 def tensors(given: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an argument, also from nested lists."""
+    """Yield the tensors of an argument, including the tensors in nested lists."""
     if isinstance(given, Tensor):
         yield given
     else:
@@ -46,7 +46,7 @@ class Range:
 
 
 class Recording(Handle):
-    """The hooks that make a range for each op while a profiler runs; :meth:`remove` removes them."""
+    """The hooks that make a range for each op while a profiler runs; :meth:`remove` removes the hooks."""
 
     def __init__(self, comm: Traceable) -> None:
         self._ranges: dict[int, Range] = {}  # The ranges of ops under way, by their numbers.

@@ -1,7 +1,7 @@
 """Metrics of communicators and services for Prometheus; needs ``pip install "aiocomms[prometheus]"``.
 
-See ``docs/metrics.md``. For each op, a post-hook only adds to a few counts. Communicators and services keep all other
-counts themselves, and the exporter reads these at each scrape.
+See ``docs/metrics.md``. A post-hook, which runs at the end of each op, increases a few counts and does nothing else.
+Communicators and services keep all other counts themselves, and the exporter reads these counts at each scrape.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LARGEST: Final = (
     "_oldest_pending_seconds",
     "_oldest_plan_seconds",
 )
-"""The endings of the names of metrics that show the largest of several values. Other metrics show the sum."""
+"""Suffixes of metric names. A metric with such a suffix shows the largest of several values; others show the sum."""
 _LE: Final = [*(repr(bound) for bound in BOUNDS), "+Inf"]
 
 
@@ -44,7 +44,7 @@ class Exporter(Handle, Collector):
         self.shown: Shown = Shown()
 
     def describe(self) -> list[Metric]:
-        """Return an empty list, so that the registry does not call :meth:`collect` to learn the names."""
+        """Return an empty list, so that the registry does not call :meth:`collect` to get the names of the metrics."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -229,12 +229,15 @@ def instrument(comm: Instrumentable | Peer | BlockingPeer, registry: CollectorRe
 def instrument(
     comm: Instrumentable | Peer | BlockingPeer | Service, registry: CollectorRegistry = REGISTRY
 ) -> Measured | MeasuredService:
-    """Measure a communicator from now on, until it is closed. Call this on the thread of its event loop.
+    """Measure a communicator from now on, until it is closed.
 
-    If another thread makes the call, as for a portal or a blocking communicator, the metrics lack the lateness of the
-    event loop. For a service, the metrics contain all plans since its start, and its current communicator, until the
-    service ends. A connection between endpoints appears as a communicator of two ranks, whose name contains the names
-    of both endpoints.
+    Call this function on the thread of the communicator's event loop. On any other thread the metrics lack the lateness
+    of the event loop. This is always so for a portal or a blocking communicator, whose event loop runs on a thread of
+    its own.
+
+    For a service, the metrics cover all plans since the service's start, and the service's current communicator, until
+    the service ends. A connection between endpoints appears as a communicator of two ranks, whose name contains the
+    names of both endpoints.
 
     :param comm: a :class:`~aiocomms.Communicator`, :class:`~aiocomms.Portal`, blocking communicator,
         :class:`~aiocomms.Peer`, blocking peer or :class:`~aiocomms.serving.Service`.

@@ -18,24 +18,26 @@ import uvicorn
 from aiocomms.errors import ArgumentError
 
 LINGER: Final = 1.0
-"""The most seconds for which an ending server waits for the first request of an accepted connection."""
+"""The largest number of seconds for which an ending server waits for the first request of an accepted connection."""
 _PAUSE: Final = 0.01
 
 
 class Server(uvicorn.Server):
     """A ``uvicorn.Server`` that answers a request of each accepted connection before the server ends.
 
-    uvicorn's own server closes a connection whose request it has not read yet, so the client's connection is reset. At
-    its end, this server stops listening, and waits up to :data:`LINGER` seconds until each connection has sent a
-    request. Then this server closes each connection after the answer, which HTTP permits at any time.
+    uvicorn's own server, when it ends, also closes a connection that has sent a request which the server has not read.
+    Then the client gets a connection reset. When this server ends, it stops listening, and waits up to :data:`LINGER`
+    seconds until each connection has sent a request. Then this server closes each connection after the answer to the
+    request. HTTP permits a server to close a connection after any answer.
     """
 
     _abandon_start: Callable[[], object] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin the shutdown; a second SIGINT ends the server at once. During the start, cancel the start.
+        """Begin the shutdown. If the server has not completed its start, cancel the start.
 
-        After its shutdown, uvicorn's own server sends the same signal to the process again. This server does not.
+        A SIGINT after an earlier signal ends the server at once. After its shutdown, uvicorn's own server sends the
+        same signal to its process again. This server does not send a signal.
         """
         self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
         self.should_exit = True
@@ -52,10 +54,11 @@ class Server(uvicorn.Server):
             sys.exit(1)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the application and listen. A signal cancels the start.
+        """Start the application and listen. A signal during the start cancels the start.
 
-        uvicorn's own server handles a signal only after the start, and the start may load a model or wait for other
-        ranks. After the cancellation, the end of the event loop cancels the application's lifespan.
+        uvicorn's own server does not handle a signal until the start is complete. But the start may take long, for
+        example because it loads a model or waits for other ranks. After a cancelled start, the application's lifespan
+        task is cancelled when the event loop ends.
         """
         with anyio.CancelScope() as scope:
             loop = asyncio.get_running_loop()
@@ -80,7 +83,7 @@ class Server(uvicorn.Server):
 
 
 def _has_sent_nothing(connection: Any) -> bool:
-    """Return whether a connection has sent no request. A WebSocket connection has already sent one."""
+    """Return whether a connection has sent no request. A WebSocket connection has already sent a request."""
     return getattr(connection, "cycle", connection) is None
 
 

@@ -1,4 +1,4 @@
-"""aiocomms between actors of Ray: communicators that need no ``store`` argument, and a tensor transport.
+"""Communication between Ray actors: communicators that need no ``store`` argument, and a tensor transport.
 
 >>> comm = await aiocomms.integrations.ray.rendezvous("pipeline", rank=rank, size=3)  # in a method of an async actor
 >>> @ray.method(tensor_transport="aiocomms")  # the returned tensors move from actor to actor

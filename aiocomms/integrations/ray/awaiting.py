@@ -1,4 +1,4 @@
-"""The function ``get``, with which a coroutine waits for Ray objects whose tensors a transport moves."""
+"""The function ``get`` lets a coroutine wait for a Ray object if a tensor transport transfers the object's tensors."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from aiocomms.lowlevel import run_in_thread
 
 
 async def get(ref: Any) -> Any:
-    """Wait for a Ray object, and return the object. Use this for objects whose tensors a tensor transport moves.
+    """Wait for a Ray object, and return the object.
 
-    For such objects, ``await ref`` never ends (Ray issue 56398), and ``ray.get(ref)`` blocks the event loop of an async
-    actor. The cancellation of the wait does not stop the transfer.
+    Use this function for objects whose tensors a tensor transport transfers. For such objects, ``await ref`` never ends
+    (Ray issue 56398), and ``ray.get(ref)`` blocks the event loop of an async actor. If the caller of this function is
+    cancelled, the transfer continues.
 
     :param ref: an ``ObjectRef``, or a list of ``ObjectRef`` objects.
     :returns: the result of ``ray.get(ref)``.
-    :raises ray.exceptions.RayError: ``ray.get`` would raise this error; ``RayDirectTransportError`` if the transfer
-        failed.
+    :raises ray.exceptions.RayError: the error that ``ray.get`` raises. If the transfer failed, the error is a
+        ``RayDirectTransportError``.
     """
     return await run_in_thread(lambda: ray.get(ref))

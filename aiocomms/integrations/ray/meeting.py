@@ -1,13 +1,14 @@
-"""The meeting in which ranks on Ray find each other; this module has the code of one rank. All calls block.
+"""The discovery of ranks that are processes of a Ray job: the code that each rank runs. All calls block.
 
-Rank 0 serves a store. It puts a record with the address of this store into Ray's own key-value store (the GCS). The
-record's key consists of the rendezvous's name and a random number. The other ranks search for records of the name, and
-write into rank 0's store that they have arrived. When all ranks have arrived, rank 0 first deletes its record, and then
-tells the other ranks to continue. So a rank that joins the next meeting of the same name never finds an old record.
+A meeting is one such discovery. Rank 0 serves a store, and puts a record with the address of this store into Ray's own
+key-value store (the GCS). The record's key consists of the rendezvous's name and a random number. The other ranks
+search the GCS for records with the rendezvous's name, and set a key in rank 0's store to report their arrival. When all
+ranks have arrived, rank 0 first deletes its record, and then lets the other ranks continue. So a rank that joins the
+next meeting with the same name never finds an old record.
 
-If rank 0 is killed, its record stays until the next rank 0 arrives. Meanwhile another process may listen at the
-address of the record. Therefore rank 0's store also contains the random number. A rank that does not find the number in
-the store continues to search.
+If rank 0 is killed, its record stays in the GCS until the next rank 0 arrives. Meanwhile another process may listen at
+the address in the record. Therefore rank 0 also writes the random number into its own store. A rank that reaches a
+store without this number continues to search.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ from aiocomms.lowlevel.jobstore import JobStore
 NAMESPACE: Final = "aiocomms"
 """The namespace of the keys in Ray's key-value store (the GCS)."""
 _OPEN: Final = "open"
-"""The key that rank 0 sets in its store to admit the other ranks, once no second rank 0 exists."""
+"""The key that rank 0 sets in its store when it admits the other ranks, after a check that no second rank 0 exists."""
 _VERDICT: Final = "verdict"
 """The key that rank 0 sets in its store at the end of the meeting. Its value is the list of the missing ranks."""
 _PROBE: Final = 2.0
-"""The most seconds for one attempt to reach a store. Then the rank can try another store."""
+"""The largest number of seconds for one attempt to reach a store. After a failed attempt the rank can try others."""
 _SHORTEST: Final = 0.1
-"""The fewest seconds for an attempt to reach a store, also after the deadline."""
+"""The smallest number of seconds for an attempt to reach a store, even if less time is left until the deadline."""
 _WITHDRAWAL: Final = 5.0
-"""Seconds for which a cancelled rank waits for the end of its current step."""
+"""Seconds for which a cancelled rank waits until the thread of its meeting has ended."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
-"""Seconds between two polls of a store: the first pause and the longest pause."""
+"""The pauses between two polls of a store, in seconds: the first pause and the longest pause."""
 
 
 class RayRecord(msgspec.Struct, array_like=True):
@@ -66,7 +67,7 @@ _VERDICTS = ControlCodec[list[int]](list[int], "what rank 0 says of a meeting")
 
 
 class RayMeeting:
-    """The part of one rank in a meeting."""
+    """The actions of one rank in a meeting."""
 
     def __init__(self, name: str, rank: int, size: int, seconds: float) -> None:
         if not internal_kv._internal_kv_initialized():
@@ -77,7 +78,7 @@ class RayMeeting:
         self._given_up, self._over = clock.event(), clock.event()
 
     def run(self) -> JobStore:
-        """Wait until all ranks have arrived, and return the store.
+        """Wait until all ranks have arrived, and return the store that rank 0 serves.
 
         :raises CommError: see the errors of :class:`aiocomms.integrations.ray.rendezvous`.
         """
@@ -87,7 +88,7 @@ class RayMeeting:
             self._over.set()
 
     def give_up(self) -> None:
-        """Tell :meth:`run` to end, and wait up to 5 s for its end."""
+        """Request the end of :meth:`run`, and wait up to 5 s until :meth:`run` has ended."""
         self._given_up.set()
         self._over.wait(_WITHDRAWAL)
 
@@ -116,10 +117,13 @@ class RayMeeting:
         return store
 
     def _claim(self, key: bytes) -> None:
-        """Ensure that no other process is rank 0. Each rank 0 has put its record before, so two of them see each other.
+        """Ensure that no other process is rank 0 of the same rendezvous.
+
+        A process that is rank 0 puts its record into the GCS before this call. So two such processes find each other's
+        records.
 
         :param key: the key of this process's record.
-        :raises ArgumentError: another process is already rank 0, or its record has a smaller key.
+        :raises ArgumentError: another process is already rank 0, or claims rank 0 with a record that has a smaller key.
         """
         for _ in self._looks():
             waiting = False
@@ -137,7 +141,10 @@ class RayMeeting:
                 return
 
     def _rival(self, key: bytes, record: RayRecord) -> JobStore | None:
-        """Return the store of another rank 0, or None. Delete the record if no rank 0 serves a store at its address."""
+        """Return the store of another process that is rank 0, or None.
+
+        If no rank 0 serves a store at the record's address, delete the record.
+        """
         try:
             with store_errors():
                 store = self._reached(key, record)
@@ -204,16 +211,19 @@ class RayMeeting:
     # ------------------------------------------------------------------------------------------------------------ both
 
     def _records(self) -> Iterator[tuple[bytes, RayRecord]]:
-        """Yield the records of the rendezvous's name with their keys. Several exist if an earlier rank 0 was killed."""
+        """Yield the records with the rendezvous's name, and the keys of these records.
+
+        Several records exist if an earlier rank 0 was killed.
+        """
         for key in internal_kv._internal_kv_list(self._prefix, namespace=NAMESPACE):
             value = internal_kv._internal_kv_get(key, namespace=NAMESPACE)
             if value is not None:  # The key may just have been deleted.
                 yield key, _RECORDS.decode(value, 0)
 
     def _reached(self, key: bytes, record: RayRecord) -> JobStore | None:
-        """Return the store at a record's address, or None if no process serves this store any more.
+        """Return the store at a record's address, or None if the process that put the record does not serve it there.
 
-        :raises ArgumentError: the address is the loopback of another node.
+        :raises ArgumentError: the address is the loopback address of another node.
         :raises StoreLostError: the address cannot be reached, so the state of the store is unknown.
         :raises ProtocolError: another service, or a store of another version, answers.
         :raises AuthError: the store of another job answers.

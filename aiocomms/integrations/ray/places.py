@@ -14,13 +14,13 @@ UNPROTECTED = (
     "for this job has no token: give the driver and all workers one, by AIOCOMMS_TOKEN in os.environ and in "
     "ray.init(runtime_env={'env_vars': {'AIOCOMMS_TOKEN': os.environ['AIOCOMMS_TOKEN']}})"
 )
-"""The end of an error message: why a process listens on the loopback interface, and what to do."""
+"""The end of an error message: a reason why a process listens on the loopback interface, and a way to change this."""
 
 
 def own_host() -> str:
-    """Return the address at which other nodes reach this process's node.
+    """Return the address at which other processes can reach this process.
 
-    Return the loopback address if the job has no token.
+    Return the loopback address if the job has no token and the environment does not allow jobs without a token.
 
     :raises ArgumentError: the token is invalid.
     """
@@ -33,11 +33,13 @@ def own_host() -> str:
 
 
 def check_reachable(who: str, host: str, their_node: str) -> None:
-    """Check that another process is reachable. A process that listens on loopback must be on this process's node.
+    """Check that this process can reach another process.
+
+    If the other process listens on the loopback interface, it must be on this process's node.
 
     :param who: the name of the other process; the error's message begins with this name.
     :param host: the address at which the other process listens.
-    :raises ArgumentError: the other process listens on the loopback of another node.
+    :raises ArgumentError: the other process listens on the loopback interface of another node.
     """
     if host == LOOPBACK and their_node != node():
         raise ArgumentError(f"{who} is on node {their_node}, and this process on {node()}, {UNPROTECTED}")

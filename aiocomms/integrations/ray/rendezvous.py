@@ -18,29 +18,30 @@ from aiocomms.lowlevel import run_in_thread
 
 
 class rendezvous(new_comm):  # noqa: N801 - The class is called like a function, as new_comm is.
-    """Form a communicator with the other actors that call this with the same name; collective.
+    """Form a communicator with all actors that call this function with the same name. The call is collective.
 
     Write ``comm = await rendezvous(...)`` or ``async with rendezvous(...) as comm:``, as with
-    :func:`aiocomms.new_comm`. All actors must be in one namespace of Ray. Drivers and tasks can also call this. All
-    ranks use a store that rank 0's process serves until the communicator is closed. After this call, the same or other
-    actors may use the same name again. When the call returns or is cancelled, no entry remains in Ray's own store.
+    :func:`aiocomms.new_comm`. All actors must be in one namespace of Ray. Drivers and tasks can also call this
+        function. All ranks use a store that rank 0's process serves until the communicator is closed. After this call,
+        the same actors or other actors may use the name again. When the call returns or is cancelled, Ray's own
+        key-value store contains no entry of this call.
 
     If the actors are on several nodes, the job needs a token: ``AIOCOMMS_TOKEN`` in the ``env_vars`` of Ray's
-    ``runtime_env``. Without a token, all actors must be on one host.
+    ``runtime_env``. Without a token, all actors must be on one node.
 
     :param name: the name of the rendezvous and of the communicator.
     :param rank: this actor's rank.
     :param size: the number of actors.
-    :param transport: as for :func:`aiocomms.new_comm`.
+    :param transport: see :func:`aiocomms.new_comm`.
     :param device: the device of all tensors.
-    :param timeout: the deadline in seconds. It applies to the rendezvous, then to the formation of the communicator,
-        and is later the default deadline of ops. If None, the rendezvous and the formation have 600 s each, and ops
-        have no deadline.
+    :param timeout: a deadline in seconds. The rendezvous and then the formation of the communicator each have this
+        deadline, and later each op has it by default. If None, the rendezvous and the formation have 600 s each, and
+        ops have no deadline.
     :param hints: advice to the transports.
     :raises ArgumentError: an argument has a wrong value, two actors have the same rank, or the actors are on several
         nodes and the job has no token.
     :raises MismatchError: the actors pass different sizes.
-    :raises CommTimeoutError: ranks did not arrive in time; the error names them.
+    :raises CommTimeoutError: some ranks did not arrive before the deadline. The error names these ranks.
     :raises StoreLostError: rank 0 was lost before all ranks had arrived.
     :raises AuthError: a rank has another token.
     :raises CommError: Ray is not initialized in this process.

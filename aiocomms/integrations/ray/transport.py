@@ -1,9 +1,9 @@
 """A tensor transport of Ray Direct Transport (RDT) over endpoints.
 
-The *source* is the process that has the tensors of an object. It registers each tensor as a readable region. Ray passes
-the source's address and the regions' descriptors to the receiver. The receiver connects to the source, opens the
-regions, and reads them into its own tensors. The source's program takes no part in the reads. Ray calls all methods on
-its own threads.
+The *source* is the process that has the tensors of an object. The source registers each tensor as a readable region.
+Ray sends the source's address and the regions' descriptors to the receiver. The receiver connects to the source, opens
+the regions, and reads the regions into its own tensors. The source's program takes no part in the reads. Ray calls all
+methods of the transport on Ray's own threads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from aiocomms.lowlevel.threads import start_awaited
 
 NAME: Final = "AIOCOMMS"
 _RELEASE: Final = 10.0
-"""Seconds within which receivers must release a revoked region."""
+"""The time within which receivers must release a revoked region, in seconds."""
 
 _log = logging.getLogger("aiocomms")
 
@@ -61,16 +61,16 @@ else:
 
 @dataclass
 class EndpointMetadata(_Metadata):
-    """The data with which a receiver can read the tensors of one object."""
+    """The data that a receiver needs to read the tensors of one object."""
 
     source: str = ""
-    """The name of the source's actor, for errors."""
+    """The name of the source's actor, which error messages contain."""
     host: str = ""
     node: str = ""
     """The address of the source's node. The source listens at ``host``."""
     address: bytes = b""
     descriptors: Sequence[bytes] = field(default_factory=list)
-    """The descriptor of each tensor; empty for a tensor without elements."""
+    """The descriptor of each tensor's region. A tensor without elements has an empty descriptor."""
 
 
 class _Fetch(_FetchRequest):
@@ -151,26 +151,26 @@ class RayTransport(_Manager):
 
     @staticmethod
     def can_abort_transport() -> bool:
-        """Return True, so that Ray does not kill an actor when a transfer fails."""
+        """Return True, so that Ray aborts a failed transfer and does not kill an actor."""
         return True
 
     def actor_has_tensor_transport(self, actor: Any) -> bool:
-        """Return True, because Ray has registered the transport in the actor.
+        """Return True, because Ray has already registered the transport in the actor.
 
-        The registration fails if the actor lacks aiocomms.
+        Without aiocomms in the actor, the registration would have failed.
         """
         return True
 
     def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: str | None = None) -> Any:
-        """Return empty metadata, because source and receiver need no preparation."""
+        """Return empty metadata, because the source and the receiver need no preparation."""
         return rdt.CommunicatorMetadata()
 
     # -------------------------------------------------------------------------------------------------- at the source
 
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Tensor]) -> EndpointMetadata:
-        """Let all processes that get the returned metadata read the tensors.
+        """Register the tensors, and return the metadata with which any process can read the tensors.
 
-        :raises ValueError: a tensor is not contiguous, or not on the CPU.
+        :raises ValueError: a tensor is not contiguous or not on the CPU.
         """
         with self._lock:
             if obj_id in self._objects:  # Ray has run the task again.
@@ -193,10 +193,13 @@ class RayTransport(_Manager):
         return meta
 
     def send_multiple_tensors(self, tensors: Any, tensor_transport_metadata: Any, communicator_metadata: Any) -> None:
-        """Do nothing: the receiver reads."""
+        """Do nothing, because the receiver reads the tensors from the source."""
 
     def garbage_collect(self, obj_id: str, tensor_transport_meta: Any, tensors: list[Tensor]) -> None:
-        """Revoke the regions of an object after its last read. After this call, no other process reads the memory."""
+        """Revoke the regions of an object that no process needs any more.
+
+        After this call, no other process reads the memory of the regions.
+        """
         with self._lock:
             _, regions = self._objects.get(obj_id, (None, []))
         for region in regions:
@@ -212,7 +215,7 @@ class RayTransport(_Manager):
     def fetch_multiple_tensors(
         self, obj_id: str, tensor_transport_metadata: Any, communicator_metadata: Any, target_buffers: Any = None
     ) -> _FetchRequest:
-        """Start to read an object into ``target_buffers`` (None: into new tensors). Return at once."""
+        """Start to read an object into ``target_buffers``, or into new tensors if None. Return at once."""
         meta: EndpointMetadata = tensor_transport_metadata
         tensors = target_buffers or create_empty_tensors_from_metadata(meta)
         fetch = _Fetch(obj_id, tensors, meta)
@@ -232,7 +235,7 @@ class RayTransport(_Manager):
         """Wait until the object has been read.
 
         :raises RayDirectTransportError: the read has failed. The message names the source and the reason.
-        :raises TimeoutError: the read has not ended in time, and continues.
+        :raises TimeoutError: the read has not ended before the deadline. The read continues.
         """
         assert isinstance(fetch_request, _Fetch)
         return fetch_request.outcome.result(None if timeout < 0 else timeout)
@@ -246,7 +249,10 @@ class RayTransport(_Manager):
         )
 
     def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:
-        """Abort a transfer and all other pending transfers from the same source. Later transfers connect again."""
+        """Abort a transfer and all other pending transfers from the same source.
+
+        Later transfers from this source use a new connection.
+        """
         with self._lock:
             found = [fetch for fetch in self._fetches if fetch.obj_id == obj_id]
         for fetch in found:
@@ -265,7 +271,7 @@ class RayTransport(_Manager):
 
 
 def _source() -> str:
-    """Return the name of this process for errors in other processes."""
+    """Return a name of this process. Error messages in other processes contain this name."""
     context = ray.get_runtime_context()
     who = "a driver or task" if context.get_actor_id() is None else repr(context.current_actor)
     return f"{who} (process {os.getpid()} on {ray.util.get_node_ip_address()})"
