@@ -24,7 +24,7 @@ __all__ = ["BACKEND", "Group", "GroupWork", "register"]
 
 
 def register() -> None:
-    """Register the backend, as the import of this module does.
+    """Register the backend. The import of this module calls this function.
 
     torch 2.14 and later calls this function through an entry point.
     """

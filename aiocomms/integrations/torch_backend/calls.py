@@ -1,4 +1,4 @@
-"""The decorator by which each method of a group accepts arguments in all forms that torch passes."""
+"""The decorator that lets a group's methods accept their arguments in each form in which torch passes arguments."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _Method = Callable[..., GroupWork]
 
 
 def operation(name: str, given: int | None = 0) -> Callable[[_Method], _Method]:
-    """Wrap a method so that it accepts arguments in all forms that torch passes.
+    """Wrap a method so that it accepts its arguments in each form in which torch passes arguments.
 
     The method's last parameter is a :class:`How`, which the wrapper makes from the caller's arguments.
 
     The wrapped method raises torch's error classes, and torch's profiler shows the call as a time range.
 
-    :param given: the index of the argument whose tensors the profiler shows; None to show no tensors.
+    :param given: the index of the argument whose tensors the profiler shows. If None, the profiler shows no tensors.
     """
 
     def of(method: _Method) -> _Method:

@@ -1,4 +1,7 @@
-"""The communicators of a group: one for tensors on the CPU, and one for tensors on a GPU, opened when needed."""
+"""The communicators of a group: one for tensors on the CPU, and one for tensors on a GPU.
+
+The GPU's communicator is opened when a call first needs it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def device_of(tensors: Sequence[Tensor]) -> torch.device:
 
 
 def open_gpu(transport: Any, device: torch.device, **where: Any) -> blocking.Communicator:
-    """Form a communicator for tensors on a GPU, as :func:`aiocomms.new_comm` does. Tests replace this function."""
+    """Form a communicator for tensors on a GPU; see :func:`aiocomms.new_comm`. Tests replace this function."""
     return blocking.new_comm(transport, device, **where)
 
 
@@ -37,11 +40,11 @@ class GroupSide:
     def __init__(self, comm: blocking.Communicator, gpu: torch.device | None = None) -> None:
         self.comm = comm
         self.gpu: torch.device | None = gpu
-        """The GPU whose streams wait for works; None if the device is the CPU."""
+        """The GPU of the tensors, whose streams can wait for works; None if the tensors are on the CPU."""
         self.receives: Receives = Receives(comm)
 
     def settle(self) -> None:
-        """Block until the GPU has finished everything on this thread's current stream."""
+        """Block until the GPU has executed all work that this thread's current stream contains."""
         if self.gpu is not None and (marks := self.comm._core.marks) is not None:
             end = marks.cuda.event()
             end.record(marks.cuda.current_stream())
@@ -49,7 +52,7 @@ class GroupSide:
 
 
 class GroupComms:
-    """A group's communicators for the CPU and a GPU. The loss of one communicator aborts the other. Thread-safe."""
+    """A group's communicators for the CPU and a GPU. If one communicator is lost, the other is aborted. Thread-safe."""
 
     def __init__(
         self,
@@ -63,8 +66,8 @@ class GroupComms:
 
         :param store: the store through which the ranks form the communicator for a GPU.
         :param transport: the requested transport; None: the best available transport.
-        :param parent: the communicators of the parent group, whose engines this group shares.
-        :param ranks: the group's ranks, as ranks of the parent.
+        :param parent: the communicators of the parent group. This group uses the transport engines of the parent group.
+        :param ranks: the members of this group, as ranks in the parent group.
         """
         self.cpu: GroupSide = GroupSide(comm)
         self.gpu: GroupSide | None = None
@@ -79,10 +82,10 @@ class GroupComms:
         return [self.cpu] if self.gpu is None else [self.cpu, self.gpu]
 
     def on(self, device: torch.device, message: str | None = None) -> GroupSide:
-        """Return the communicator for a GPU. If it is not open, open it together with all other ranks.
+        """Return the communicator for a GPU. If this communicator is not open, open it; then the call is collective.
 
-        :param message: the name of the op if it is a point-to-point op, which cannot open a communicator; None for a
-            collective.
+        :param message: the name of a point-to-point op, or None for a collective. A point-to-point op cannot open a
+            communicator.
         :raises ArgumentError: the group has no communicator for this GPU, and cannot open one now.
         """
         side = self.gpu
@@ -99,7 +102,7 @@ class GroupComms:
         return side
 
     def open(self, device: torch.device) -> GroupSide:
-        """Open the communicator for a GPU, if it is not open. All ranks must call this."""
+        """Open the communicator for a GPU, if it is not open. All ranks must call this method."""
         with self._lock:
             if self.gpu is None:
                 if (error := self.cpu.comm._core.refusal()) is not None:

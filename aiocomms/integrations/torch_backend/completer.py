@@ -1,4 +1,4 @@
-"""Threads for functions that run after works have ended."""
+"""A pool of threads. The threads run functions after the ends of works."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ logger: logging.Logger = logging.getLogger("aiocomms")
 
 
 class Completer:
-    """A pool of daemon threads. If all threads are busy, a new call gets a new thread.
+    """A pool of daemon threads that call submitted functions. If all threads are busy, :meth:`submit` starts a new one.
 
-    So no call waits for another call. This is necessary because the calls run the program's functions. Such a function
-    may wait for a work that only a later call completes, or for a rank that never arrives.
+    So no function has to wait until another function returns. Otherwise a deadlock would be possible: a function of the
+    program may wait for a work that a function submitted later completes, or for a rank that never arrives.
     """
 
     def __init__(self) -> None:
@@ -41,12 +41,15 @@ class Completer:
             self._call(call)
 
     def drain(self) -> None:
-        """Wait until all submitted calls have returned, except the call that itself calls ``drain``."""
+        """Wait until all submitted functions have returned.
+
+        If a submitted function calls ``drain``, the wait excludes this function.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._under_way <= getattr(self._own, "depth", 0))
 
     def close(self) -> None:
-        """End the threads, each after its current call."""
+        """End the threads. Each thread first finishes its current function."""
         with self._changed:
             self._closed = True
             for _ in range(self._idle):

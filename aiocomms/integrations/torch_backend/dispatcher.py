@@ -1,9 +1,9 @@
-"""Calls for torch's dispatcher: calls with tensor subclasses, and calls under a dispatch mode.
+"""The use of torch's dispatcher for calls with tensor subclasses and for calls under a dispatch mode.
 
-Torch calls its own groups through its dispatcher, with the operators ``c10d::*``. But torch calls the methods of a
-group that is written in Python directly, without the dispatcher. If a dispatch mode or a tensor subclass handles
-operators, this module passes the call through the dispatcher. The dispatcher finally calls a method of the group with
-plain tensors.
+Torch calls a group that is written in C++ through its dispatcher, with the operators ``c10d::*``. But torch calls the
+methods of a group that is written in Python directly, without the dispatcher. If a dispatch mode or a tensor subclass
+handles operators, this module passes the call through the dispatcher. The dispatcher finally calls a method of the
+group with plain tensors.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -53,7 +53,7 @@ _METHODS: Final = {
 _SAID: Final = frozenset(
     ["process_group", "reduce_op", "root_rank", "root_tensor", "sparse_indices", "device_ids", "async_op", "timeout"]
 )
-"""The operators' arguments that :class:`How` contains, or that have no effect here."""
+"""The names of the operators' arguments that :class:`How` contains, or that have no effect on this package's groups."""
 
 
 def is_seen(arguments: list[Any]) -> bool:
@@ -69,9 +69,9 @@ def _decides(value: Any) -> bool:
 
 @contextlib.contextmanager
 def seen() -> Iterator[list[GroupWork]]:
-    """Within the ``with`` block, let torch's group operators call the methods of this package's groups.
+    """Within the ``with`` block, make torch's ``c10d`` operators call the methods of this package's groups.
 
-    :returns: a list, to which each of these calls adds its work.
+    :returns: a list. Each call of a group's method within the block adds its work to the list.
     """
     last = _Last()
     with _replaced(dispatch_modes(), lambda others: [last, *others]):
@@ -80,7 +80,13 @@ def seen() -> Iterator[list[GroupWork]]:
 
 @contextlib.contextmanager
 def _replaced(count: int, by: Callable[[list[Mode]], list[Mode]]) -> Iterator[list[Mode]]:
-    """Replace the topmost dispatch modes of this thread by other modes. Lists of modes begin with the lowest mode."""
+    """Replace the topmost dispatch modes of this thread within the ``with`` block.
+
+    Each list of modes begins with the lowest mode.
+
+    :param count: the number of modes to replace.
+    :param by: a function that gets the list of the replaced modes, and returns the list of the new modes.
+    """
     before = [modes._pop_mode() for _ in range(count)][::-1]
     within = by(before)
     try:
@@ -95,7 +101,7 @@ def _replaced(count: int, by: Callable[[list[Mode]], list[Mode]]) -> Iterator[li
 
 
 class _Last(Mode):
-    """The dispatch mode below all others. It gets each call that no other mode handles."""
+    """The dispatch mode below all other modes. This mode gets each call that no other mode handles."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +130,10 @@ class _Last(Mode):
 
 
 def _one_form(method: str, given: Mapping[str, Any]) -> list[Any]:
-    """Convert an operator's arguments to the form of ``forms.one_form``. ``given`` has the arguments by name."""
+    """Convert an operator's arguments to a list like the result of ``forms.one_form``.
+
+    :param given: the values of the arguments, by the names of the arguments.
+    """
     takers = [take for name, take in FORMS[method][0].items() if name != "opts"]
     values = [value for name, value in given.items() if name not in _SAID]
     how = How(

@@ -1,7 +1,7 @@
-"""The forms in which torch passes the arguments of each method of a process group, and their conversion to one form.
+"""The conversion of the arguments that torch passes to the methods of a process group.
 
 Torch passes the arguments of most methods in several forms: a tensor or a list of one tensor, an options object or
-single fields of it.
+separate options. This module converts all forms of a method's arguments to one form.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class How(NamedTuple):
 
 
 class _OtherForm(Exception):  # noqa: N818 - The exception is no error.
-    """The exception that means: an argument does not have this form."""
+    """The exception of a converter whose argument does not have the converter's form."""
 
 
 def _is(wanted: bool) -> None:
@@ -74,9 +74,12 @@ def lists(value: Any) -> list[list[Tensor]]:
 
 
 def tensor_in_list(value: Any) -> Tensor:
-    """Return the tensor of a one-element list. In torch, a longer list has tensors on several devices of one rank.
+    """Return the tensor of a one-element list.
 
-    :raises ArgumentError: the list has several tensors, which torch's backends treat differently; gloo adds them up.
+    In torch, a longer list means that one rank has tensors on several devices.
+
+    :raises ArgumentError: the list has several tensors. torch's own backends treat such a list in different ways; for
+        example, gloo adds up the tensors.
     """
     if type(value) is list and len(value) == 1 and isinstance(value[0], Tensor):
         return value[0]
@@ -89,7 +92,7 @@ def tensor_in_list(value: Any) -> Tensor:
 def list_in_list(value: Any) -> list[Tensor]:
     """Return the only list of tensors in a list of lists.
 
-    If the outer list is empty, as on ranks other than the root, return an empty list.
+    If the outer list is empty, return an empty list. Ranks other than the root pass an empty list.
 
     :raises ArgumentError: the outer list contains several lists.
     """
@@ -128,7 +131,7 @@ def reduction(value: Any) -> ReduceOp:
 
 
 def deadline(value: Any) -> OpTimeout:
-    """Convert a timeout. For None, 0 and negative values such as :data:`UNSET`, the group's timeout applies."""
+    """Convert a timeout. None, 0 and negative values such as :data:`UNSET` mean the group's timeout."""
     if value is None:
         return COMM_TIMEOUT
     _is(isinstance(value, (timedelta, float)))
@@ -149,7 +152,7 @@ def _options(kind: type) -> Callable[[Any], How]:
 
 
 _Form = Mapping[str, Callable[[Any], Any]]
-"""A form of a method's arguments: a converter for each argument, by torch's name of the argument."""
+"""One form of a method's arguments. It maps torch's name of each argument to the converter of the argument."""
 _FIELDS: Final = {"op": reduction, "root": whole, "timeout": deadline}
 _TIMEOUT: Final[_Form] = {"timeout": deadline}
 _SUM: Final[_Form] = {"op": reduction, "timeout": deadline}
@@ -217,16 +220,16 @@ FORMS: Final[Mapping[str, tuple[_Form, ...]]] = {
     "recv": ({"tensors": tensor_in_list, "srcRank": whole, "tag": whole},),
     "recv_anysource": ({"arg0": tensor_in_list, "arg1": whole},),
 }
-"""The forms of each method's arguments: first those of ``ProcessGroup``, then those of ``Backend``. All forms of a
-method convert to the same arguments."""
+"""The forms of each method's arguments: first the forms of ``ProcessGroup``, then the forms of ``Backend``. From each
+form of a method's arguments, the converters make the same arguments."""
 
 
 def one_form(name: str, args: Sequence[Any], given: Mapping[str, Any]) -> list[Any]:
-    """Convert the arguments of a call to the form of the group's method: tensors and numbers, then a :class:`How`.
+    """Convert a call's arguments to the form that the group's method needs: tensors and numbers, then a :class:`How`.
 
     :param name: the name of the method that torch calls.
     :raises ArgumentTypeError: the arguments have none of torch's forms.
-    :raises ArgumentError: a list has several tensors in place of one tensor.
+    :raises ArgumentError: a list that must have one tensor has several.
     """
     for form in FORMS[name]:
         try:

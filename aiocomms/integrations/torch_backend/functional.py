@@ -1,4 +1,4 @@
-"""The functional collective of torch that does not call groups written in Python."""
+"""The functional collective of torch whose own implementation does not support groups written in Python."""
 
 # mypy: disable-error-code="no-untyped-call"
 # The methods of torch's library of kernels have no types.
@@ -17,7 +17,7 @@ _LIBRARY: Final = torch.library.Library("_c10d_functional", "IMPL")
 
 
 def _all_gather_into_tensor_out(input: Tensor, group_size: int, group_name: Any, *, out: Tensor) -> Tensor:
-    """Start an all-gather. Code from torch's inductor calls this, and waits for ``out``."""
+    """Start an all-gather. Code that torch's inductor has generated calls this function, and waits for ``out``."""
     group = _resolve_process_group(group_name)
     if isinstance(group, Group):
         torch._C._distributed_c10d._register_work(out, group.all_gather_single(out, input))
@@ -30,7 +30,7 @@ def _all_gather_into_tensor_out(input: Tensor, group_size: int, group_name: Any,
 
 
 def register() -> None:
-    """Replace torch's implementation of this collective, which needs a C++ backend of the group."""
+    """Replace torch's implementation of the collective, which supports only groups with a C++ backend."""
     if hasattr(torch.ops._c10d_functional, "all_gather_into_tensor_out"):
         for device in ("CPU", "CUDA"):
             _LIBRARY.impl("all_gather_into_tensor_out", _all_gather_into_tensor_out, device)

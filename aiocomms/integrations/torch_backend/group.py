@@ -32,12 +32,12 @@ from aiocomms.lowlevel.handles import Handle
 
 @raising_as_torch_does()
 def create(how: Any, options: Any) -> Group:
-    """Create a group for ``torch.distributed``. All ranks of the group must call this.
+    """Create a group for ``torch.distributed``. All ranks of the group must call this function.
 
     If the group has the same transport as torch's default group, both groups share one transport engine and one thread.
 
-    :param how: torch's options of the group: its store, ranks and timeout.
-    :param options: the transport, as for :func:`aiocomms.new_comm`; None: the best available transport.
+    :param how: torch's description of the group: the store, the ranks and the timeout.
+    :param options: the argument ``transport`` of :func:`aiocomms.new_comm`; None: the best available transport.
     """
     timeout, name, world = how.timeout.total_seconds(), f"torch {how.group_id}", dist.group.WORLD
     if isinstance(world, Group) and options in (None, world.transport):
@@ -57,9 +57,9 @@ def create(how: Any, options: Any) -> Group:
 class Group(Handle, dist.ProcessGroup):
     """A process group that has its own communicator.
 
-    Any thread may use a group. Its methods have the names and arguments that torch expects. Programs call the functions
-    of ``torch.distributed`` in place of these methods. Tensors may be non-contiguous, and may require grad, but no
-    gradient flows through the operations.
+    Any thread may use a group. The group's methods have the names and arguments that torch expects. Programs call the
+    functions of ``torch.distributed``, which call these methods. Tensors may be non-contiguous, and may require grad,
+    but no gradient flows through the operations.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Group(Handle, dist.ProcessGroup):
         # These are the communicators for tensors on the CPU and on a GPU.
         self.comms: GroupComms = GroupComms(comm, store, transport, above, ranks)
         self.transport = transport
-        """The requested transport, as for :func:`aiocomms.new_comm`; None: the best available transport."""
+        """The argument ``transport`` of :func:`aiocomms.new_comm`; None: the best available transport."""
         self._store = store
         self.completer: Completer = Completer()
         self._group_name, self._group_desc = "", ""
@@ -128,7 +128,7 @@ class Group(Handle, dist.ProcessGroup):
         return self._store
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing. All ranks make the same calls, so their sequence numbers agree without synchronisation."""
+        """Do nothing. All ranks make the same calls, so the ranks have equal sequence numbers without this method."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self._number
@@ -147,7 +147,7 @@ class Group(Handle, dist.ProcessGroup):
         self._release()
 
     def shutdown(self) -> None:
-        """Wait for the pending operations and the callbacks of their futures, and release all resources."""
+        """Wait for the pending operations and for the callbacks of their futures. Then release all resources."""
         self._release(self.completer.drain)
 
     def _release(self, then: Callable[[], object] = lambda: None) -> None:
@@ -160,7 +160,10 @@ class Group(Handle, dist.ProcessGroup):
             self.completer.close()
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
-        """Open the communicator for a GPU; collective. torch calls this when it forms a group with ``device_id``."""
+        """Open the communicator for a GPU.
+
+        torch calls this method on all ranks when it forms a group with ``device_id``.
+        """
         if device is not None:
             try:
                 with raising_as_torch_does():
@@ -171,10 +174,13 @@ class Group(Handle, dist.ProcessGroup):
             self.bound_device_id = device
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Do nothing. torch calls this on ranks outside a new group, which take no part in its formation."""
+        """Do nothing. torch calls this method on ranks that are not members of a new group.
+
+        Those ranks take no part in the formation of the new group.
+        """
 
     options = None
-    """The options that torch passes to a split of this group."""
+    """The backend options that torch passes when it splits this group into smaller groups."""
 
     @property
     def supports_splitting(self) -> bool:

@@ -27,12 +27,12 @@ def remaining(timeout: float | timedelta) -> float:
 
 
 def monitored_barrier(comm: blocking.Communicator, number: int, seconds: float | None, all_ranks: bool) -> None:
-    """Send a message to rank 0, and wait for the answer. Rank 0 receives all messages, and answers them.
+    """Send a message to rank 0, and wait for the answer. Rank 0 itself receives all messages, and then answers them.
 
-    :param number: the number of this barrier, the same on all ranks.
+    :param number: the number of this barrier, which is equal on all ranks.
     :param seconds: the deadline of each receive; None for no deadline.
     :param all_ranks: True to wait for all ranks, and name all missing ranks. False to name only the first missing rank.
-    :raises DistBackendError: a rank is missing. The message has the same text as torch's own.
+    :raises DistBackendError: a rank is missing. The error's message has the same text as the error of torch's barrier.
     """
     if seconds is not None and seconds <= 0:
         raise dist.DistBackendError(f"Rank {comm.rank} timed out in monitoredBarrier after {seconds} seconds.")

@@ -1,4 +1,4 @@
-"""The parts of a group's work, and the steps that run between the end of the parts and the end of the work."""
+"""The parts of a group's work. The last part may be a step, which runs when the other parts have ended."""
 
 from __future__ import annotations
 
@@ -14,32 +14,38 @@ from aiocomms.lowlevel import clock
 
 
 class WorkPart(Protocol):
-    """A part of a work: a :class:`~aiocomms.communicator.portal.works.BlockingWork`, or a similar object."""
+    """A part of a work: a :class:`~aiocomms.communicator.portal.works.BlockingWork` or a :class:`WorkStep`."""
 
     def done(self) -> bool:
         """Return whether the part has ended."""
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Block until the part has ended, and raise its error; :class:`TimeoutError` after ``timeout`` seconds."""
+        """Block until the part has ended. If the part has failed, raise its error.
+
+        :raises TimeoutError: the part has not ended within ``timeout`` seconds.
+        """
 
     def add_done_callback(self, call: Callable[[], object]) -> None:
         """Call ``call()`` when the part has ended.
 
-        If a thread waits for an unmatched receive, Ctrl-C withdraws the receive, unless another thread also waits for
-        it. A callback counts as another waiting thread, so Ctrl-C then does not withdraw the receive.
+        If exactly one thread waits for an unmatched receive, Ctrl-C withdraws the receive. If other threads also wait,
+        Ctrl-C does not withdraw the receive. A callback has the effect of another waiting thread.
         """
 
     def add_step(self, call: Callable[[], object]) -> None:
         """Call ``call()`` when the part has ended.
 
-        The step does not count as a waiting thread; see :meth:`add_done_callback`.
+        The step does not prevent the withdrawal of a receive by Ctrl-C; see :meth:`add_done_callback`.
         """
 
 
 def when_done(parts: Sequence[WorkPart], call: Callable[[], object], *, waits: bool = True) -> None:
-    """Call a function when all parts have ended: at once on this thread, or later on the last part's thread.
+    """Call a function when all parts have ended.
 
-    :param waits: True if the function counts as a waiting thread; see :meth:`WorkPart.add_done_callback`.
+    If all parts have already ended, call the function at once on this thread. Otherwise the thread on which the last
+    part ends calls the function.
+
+    :param waits: True if the function has the effect of a waiting thread; see :meth:`WorkPart.add_done_callback`.
     """
     left = [part for part in parts if not part.done()]
     if not left:
@@ -79,13 +85,15 @@ def order_stream(parts: Sequence[WorkPart]) -> None:
 class WorkStep:
     """The last part of a work: a step that runs once, on any thread, after the other parts have ended.
 
-    :meth:`wait` first waits for the other parts. So Ctrl-C can interrupt this wait, and withdraw a receive among them.
+    :meth:`wait` first waits for the other parts. So Ctrl-C can interrupt this wait, and can withdraw a receive that is
+    one of the other parts.
     """
 
     def __init__(self, parts: Sequence[WorkPart], call: Callable[[], object]) -> None:
-        """Store the parts before the step, and the step.
+        """Store the other parts and the step's function.
 
-        :param call: the function to call when the parts have ended, also with errors. If it raises, the step fails.
+        :param call: the function to call when the parts have ended, even if parts have failed. If the function raises
+            an exception, the step fails.
         """
         self._parts, self._call = parts, call
         self._over, self._lock = clock.event(), threading.Lock()
@@ -144,4 +152,4 @@ class WorkStep:
 
 
 def _nothing() -> None:
-    """Do nothing. This function serves as a callback that counts as a waiting thread."""
+    """Do nothing. This callback only has the effect of a waiting thread; see :meth:`WorkPart.add_done_callback`."""

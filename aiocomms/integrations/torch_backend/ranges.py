@@ -1,4 +1,4 @@
-"""Time ranges of operations for torch's profiler, as for torch's own backends."""
+"""Time ranges of operations for torch's profiler, like the ranges that torch's own backends make."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ class WorkRange(profiler.Range):
     """A time range in the profiler, from the object's creation to the end of an operation on another thread."""
 
     def around(self, parts: list[WorkPart], completer: Completer) -> list[WorkPart]:
-        """Return a part that ends the range when the given parts have ended, before a waiting thread resumes."""
+        """Return a new part, which ends the range when the given parts have ended.
+
+        A thread that waits for the new part resumes after the end of the range.
+        """
 
         def end() -> None:
             self.end()

@@ -1,4 +1,4 @@
-"""The all-reduce of sparse tensors, which DDP needs for embeddings: all-gathers, and then a sum on each rank."""
+"""The all-reduce of sparse tensors, which DDP needs for embeddings. Each rank gathers all tensors and adds them up."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check(tensor: Tensor, op: ReduceOp, gpu: torch.device | None) -> None:
 @cache
 @unaffected
 def _adds(dtype: torch.dtype) -> bool:
-    """Return whether torch can add sparse tensors of a dtype, and merge elements with equal indices."""
+    """Return whether torch can add sparse tensors of a dtype, and can merge elements with equal indices."""
     try:
         twice = buffers.zeros(1, 2, dtype=torch.int64, device="cpu"), buffers.zeros(2, dtype=dtype, device="cpu")
         one = torch.sparse_coo_tensor(*twice, (1,), check_invariants=True).coalesce()
@@ -56,7 +56,8 @@ def all_reduce(comm: blocking.Communicator, tensor: Tensor, number: int, timeout
     The number of stored elements may differ between ranks.
 
     :param tensor: a tensor with the same shape, dtype and number of sparse dimensions on every rank.
-    :param number: the number of this call, the same on all ranks. It separates the steps of concurrent calls.
+    :param number: the number of this call, which is equal on all ranks. The steps of concurrent calls are distinguished
+        by these numbers.
     :param timeout: the deadline of each step.
     :raises MismatchError: the tensors differ between ranks. Every rank raises this error.
     """

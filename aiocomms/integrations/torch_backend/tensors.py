@@ -17,13 +17,16 @@ from aiocomms.ops.writing import write
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether to pass a tensor unchanged to aiocomms, which moves it or raises an error about its layout."""
+    """Return whether aiocomms gets the tensor itself and not a copy.
+
+    If aiocomms does not support the tensor's layout, aiocomms raises an error.
+    """
     dense = tensor.layout is torch.strided
     return not dense or (tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the same memory as a one-dimensional tensor. Ranks must agree only on the number of elements."""
+    """Return a one-dimensional tensor on the same memory. So tensors may have different shapes on different ranks."""
     return tensor if tensor.dim() == 1 or tensor.layout is not torch.strided else tensor.view(-1)
 
 
@@ -54,7 +57,7 @@ class CallTensors:
         return _flat(tensor if _is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous())
 
     def written(self, tensor: Tensor) -> Tensor:
-        """Return a flat tensor with the same values, into which aiocomms writes in place of this tensor.
+        """Return a flat tensor for aiocomms to write into. At first the flat tensor has the values of ``tensor``.
 
         :raises ArgumentError: elements of the tensor share memory.
         """
@@ -69,9 +72,10 @@ class CallTensors:
         return _flat(copy)
 
     def parts(self, started: list[WorkPart], completer: Completer) -> list[WorkPart]:
-        """Return the started parts if no values must be copied back.
+        """Return the started parts if aiocomms writes directly into the program's tensors.
 
-        Otherwise return a step that waits for these parts, and then copies the values from the copies to the tensors.
+        If aiocomms writes into copies, return a step. The step waits for the started parts, and then writes the values
+        of the copies into the program's tensors.
         """
         if not self._copies:
             return started

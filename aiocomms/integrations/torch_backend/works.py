@@ -40,8 +40,8 @@ class GroupWork(CompoundWork):
     """The work of one call of ``torch.distributed``, for which aiocomms has started one or several operations.
 
     The work completes even if no thread waits for it. Any number of threads may wait for it, any number of times. If
-    the work fails, each wait raises a :class:`torch.distributed.DistBackendError`, whose ``__cause__`` is the error of
-    aiocomms.
+    the work fails, each wait raises a :class:`torch.distributed.DistBackendError`. The ``__cause__`` of this error is
+    the error of aiocomms.
     """
 
     _parts: Sequence[WorkPart]
@@ -60,7 +60,8 @@ class GroupWork(CompoundWork):
         :param outputs: the tensors that the call writes.
         :param completer: the threads that complete the future, if the program requests a future.
         :param source: a function that returns the source rank of a message, once the work is done.
-        :param ordered: whether the waiting thread's current CUDA stream waits in place of the thread itself.
+        :param ordered: True if :meth:`wait` makes the thread's current CUDA stream wait for the work, and does not
+            block the thread until the work is done.
         """
         super().__init__()
         self._ordered = ordered
@@ -76,7 +77,7 @@ class GroupWork(CompoundWork):
         return cls([part for work in works for part in work._parts], outputs, completer, ordered=ordered)
 
     def within(self, span: WorkRange) -> Self:
-        """End a profiler's range when the work ends. Call this before any thread waits."""
+        """End a profiler's range when the work ends. Call this method before any thread waits for the work."""
         if self._ordered:  # The work need not wait for the end of the range.
             when_done(self._parts, lambda: self._completer.submit(span.end), waits=False)
         else:
@@ -88,15 +89,15 @@ class GroupWork(CompoundWork):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block this thread until the work is done.
 
-        With GPU tensors, make the thread's current CUDA stream wait in place of the thread. The thread itself waits
-        only until the operation is launched on the GPU. For some operations, the thread waits until the end: messages,
+        With GPU tensors, make the thread's current CUDA stream wait for the work. The thread itself waits only until
+        the operation is launched on the GPU. For some operations, the thread waits until the work is done: messages,
         barriers, operations with non-contiguous tensors, and collectives that aiocomms builds from messages.
 
-        :param timeout: the longest wait. With a timeout above 0, the thread also waits for the GPU. With 0 or less, the
-            group's deadline applies.
+        :param timeout: the longest time to wait. With a timeout above 0, the thread waits until the GPU has executed
+            the operation. With 0 or less, the group's deadline applies.
         :returns: True.
-        :raises torch.distributed.DistBackendError: the work failed, or was not done in time. In the second case, the
-            work continues.
+        :raises torch.distributed.DistBackendError: the work failed, or was not done within ``timeout``. After
+            ``timeout``, the work continues.
         """
         patience = timeout.total_seconds()
         with raising_as_torch_does():
@@ -121,7 +122,8 @@ class GroupWork(CompoundWork):
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a future of the written tensors.
 
-        The future completes on a thread of the group, or within this call, so it does not need the caller's event loop.
+        The future completes on a thread of the group, or during this call. So the caller may wait for it without an
+        event loop.
         If the work fails, a wait for the future raises ``RuntimeError`` with the error's text, as for torch's other
         futures.
         """
@@ -159,7 +161,7 @@ class _Over:
         self.waiting: list[Waiter] = []
 
     def come(self) -> None:
-        """Resume the task. Call this on the event loop's thread."""
+        """Resume the task. Call this method on the event loop's thread."""
         for waiter in self.waiting:
             if not waiter.done():
                 waiter.set_result(None)
