@@ -3,7 +3,8 @@
 >>> from torch.distributed._transport import new_transport
 >>> transport = new_transport("aiocomms", "cpu")
 
-torch finds this package by an entry point. No other module of aiocomms imports it, because it needs torch 2.15.
+torch finds this package through an entry point. No other module of aiocomms imports this package, because the package
+needs torch 2.15.
 """
 
 from __future__ import annotations

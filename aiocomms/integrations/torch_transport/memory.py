@@ -1,4 +1,7 @@
-"""Memory registered with a transport, views of this memory, and its descriptors for the peer. Sizes are in bytes."""
+"""Memory that is registered with a transport, views of this memory, and descriptors that give the peer access to it.
+
+Sizes are in bytes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from aiocomms.errors import ArgumentError, RegionError
 
 
 class Registration:
-    """A tensor that the peer may read and write. Each piece of tensor memory has at most one registration."""
+    """A tensor that the peer may read and write. No memory is registered twice at the same time."""
 
     owner: object
     tensor: Tensor
@@ -74,11 +77,15 @@ class Memory:
         self._registration = registration
 
     def to_view(self, offset: int | None = None, length: int | None = None) -> MemoryView:
-        """Return a range of the bytes as the source of writes; by default, all bytes from ``offset`` on."""
+        """Return a range of the bytes as the source of writes.
+
+        :param offset: the first byte of the range; None: 0.
+        :param length: the number of bytes; None: all bytes from ``offset`` to the end.
+        """
         return MemoryView(self._registration, *self._range(offset, length))
 
     def to_mutable_view(self, offset: int | None = None, length: int | None = None) -> MutableMemoryView:
-        """Return a range of the bytes as the target of reads; by default, all bytes from ``offset`` on."""
+        """Return a range of the bytes as the target of reads; see :meth:`to_view`."""
         return MutableMemoryView(self._registration, *self._range(offset, length))
 
     def to_remote_buffer(self, *, timeout: float | None = None) -> RemoteBuffer:
@@ -120,12 +127,17 @@ class RemoteBuffer:
         return self._length
 
     def serialize(self) -> bytes:
-        """Return the descriptor, at most 1,024 bytes. Give it only to processes that may access the memory."""
+        """Return the descriptor, whose size is at most 1,024 bytes.
+
+        Send the descriptor only to processes that may access the memory.
+        """
         return self._descriptor
 
     @classmethod
     def deserialize(cls, data: bytes) -> Self:
-        """Return the buffer that :meth:`serialize` has encoded. This only parses the data, and executes no code.
+        """Return the buffer that :meth:`serialize` has encoded.
+
+        This method parses the data, and executes no code from the data.
 
         :raises ArgumentTypeError: ``data`` is not bytes.
         :raises ArgumentError: ``data`` is not a result of :meth:`serialize`.

@@ -80,9 +80,11 @@ class EndpointTransport(_Transport):
     ) -> None:
         """Open the endpoint.
 
-        :param device: ``"cpu"``, or None with the same meaning.
-        :param transport: see :func:`aiocomms.open_endpoint`, also for ``host`` and ``hints``.
-        :param timeout: the timeout in seconds of calls that get no timeout.
+        :param device: ``"cpu"`` or None, which both mean the CPU.
+        :param transport: see :func:`aiocomms.open_endpoint`.
+        :param host: see :func:`aiocomms.open_endpoint`.
+        :param hints: see :func:`aiocomms.open_endpoint`.
+        :param timeout: the default timeout of the methods, in seconds.
         :raises ArgumentError: an argument has a wrong value.
         :raises UnsupportedOperation: the device is a GPU, or the transport does not exist.
         """
@@ -100,7 +102,7 @@ class EndpointTransport(_Transport):
 
     @staticmethod
     def supported() -> bool:
-        """Return whether aiocomms has a transport between two processes."""
+        """Return whether this installation of aiocomms has a transport that can connect two processes."""
         try:
             choose("auto", _CPU, 2, {})
         except UnsupportedOperation:
@@ -110,7 +112,7 @@ class EndpointTransport(_Transport):
     # ------------------------------------------------------------------------------------------------ the two ends
 
     def bind(self, *, timeout: float | None = None) -> bytes:
-        """Return the endpoint's address, at most 1,024 bytes.
+        """Return the endpoint's address, whose size is at most 1,024 bytes.
 
         The endpoint already listens, so ``timeout`` has no effect.
         """
@@ -118,7 +120,7 @@ class EndpointTransport(_Transport):
         return self._endpoint.address
 
     def connect(self, peer_url: bytes, *, timeout: float | None = None) -> int:
-        """Connect to the peer. Both ends may call this, in any order.
+        """Connect to the peer. Both ends may call this method, in any order.
 
         :param peer_url: the result of :meth:`bind` on the peer.
         :returns: 0.
@@ -134,17 +136,20 @@ class EndpointTransport(_Transport):
         return 0
 
     def connected(self) -> bool:
-        """Return whether the transport is connected, and neither end was closed or has died."""
+        """Return True if the transport is connected to its peer.
+
+        Return False before the connection, and after one of the two ends was closed or has died.
+        """
         return not self._closing and self._peer is not None and not self._peer.closed
 
     def close(self, *, timeout: float | None = None) -> None:
         """Wait for pending transfers, disconnect, and release all resources. Idempotent.
 
-        ``timeout`` limits the wait for transfers, but not the disconnection after it. The disconnection takes some more
-        seconds if the peer does not answer, for example because its process is stopped.
+        ``timeout`` limits the wait for transfers, and does not limit the disconnection. The disconnection takes some
+        seconds more if the peer does not answer, for example because the peer's process is suspended.
 
-        :raises TimeoutError: a transfer is still pending. The transport accepts no new transfers. To continue the wait,
-            call ``close`` again.
+        :raises TimeoutError: a transfer is pending after ``timeout``. The transport accepts no new transfers. To
+            continue the wait, call ``close`` again.
         :raises CommError: a pending transfer has failed. All resources are released.
         """
         ends = clock.now() + self._patience(timeout)
@@ -177,7 +182,7 @@ class EndpointTransport(_Transport):
             raise failure
 
     def _leave(self) -> list[TransferWork]:
-        """Let new calls raise an error, and return the pending transfers."""
+        """Reject new calls with an error, and return the pending transfers."""
         self._closing = True
         with self._lock:
             return [work for work, _ in self._pending if not work.is_completed()]
@@ -194,14 +199,17 @@ class EndpointTransport(_Transport):
     # ------------------------------------------------------------------------------------------------------ memory
 
     def register_memory(self, tensor: Tensor, *, timeout: float | None = None) -> Memory:
-        """Give the peer access to a tensor. Call this before or after :meth:`connect`.
+        """Give the peer access to a tensor.
 
-        :param tensor: a contiguous, non-empty tensor on the CPU. This call moves its storage in place to shared memory.
-            The storage is never moved again, so after the call other threads may use the tensor.
-        :returns: a handle of the memory. If the memory is already registered, the handle shares the existing
+        Programs may call this method before or after :meth:`connect`.
+
+        :param tensor: a contiguous, non-empty tensor on the CPU. This call moves the tensor's storage to shared memory;
+            the tensor object stays the same. The storage is never moved again, so after the call other threads may use
+            the tensor.
+        :returns: a handle of the memory. If the memory is already registered, the handle uses the existing
             registration.
-        :raises ArgumentError: the tensor is empty or not contiguous. Or an operation of aiocomms uses the tensor, so
-            this call cannot move the storage.
+        :raises ArgumentError: the tensor is empty or not contiguous, or this call cannot move the storage because a
+            pending operation of aiocomms uses the tensor.
         """
         self._patience(timeout)
         checks.is_tensor("tensor", tensor)
@@ -255,13 +263,13 @@ class EndpointTransport(_Transport):
 
         When the transfer has ended, the bytes are in the remote memory.
 
-        The first transfer with a remote buffer requests access from the peer. This request blocks until the answer
-        arrives, even with ``async_op``.
+        The first transfer with a remote buffer requests access from the peer. Even with ``async_op``, this call blocks
+        until the peer has answered the request.
 
-        :returns: with ``async_op``, a work at once; otherwise 0 after the end of the transfer.
+        :returns: 0 when the transfer has ended. With ``async_op``, the call does not wait, and returns a work.
         :raises ArgumentError: an argument has a wrong value, or the view is too large. No byte was sent.
         :raises RegionError: the peer has not created the buffer, or has revoked the memory.
-        :raises TimeoutError: the transfer took longer than ``timeout``, and continues.
+        :raises TimeoutError: the transfer has not ended within ``timeout`` seconds. The transfer continues.
         :raises CommError: the transfer has failed.
         """
         began, seconds = clock.now(), self._patience(timeout)
@@ -279,7 +287,10 @@ class EndpointTransport(_Transport):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> int | TransferWork:
-        """Read as many bytes as the view has from the beginning of remote memory into the view; see :meth:`write`."""
+        """Read from the beginning of remote memory into a local view. The view's size is the number of bytes to read.
+
+        See :meth:`write`.
+        """
         began, seconds = clock.now(), self._patience(timeout)
         self._check_transfer(local_buffer, remote_buffer, mutable=True)
         remote = self._attached(remote_buffer, began + seconds)
@@ -328,7 +339,7 @@ class EndpointTransport(_Transport):
         return remote
 
     async def _opened(self, remote_buffer: RemoteBuffer, ends: float) -> None:
-        """Open the region of a remote buffer in a thread, unless it is open."""
+        """Open the region of a remote buffer in a thread, if the region is not open."""
         remote = self._remotes.get(remote_buffer.serialize())
         if remote is None or remote.closed:
             await asyncio.to_thread(self._attached, remote_buffer, ends)
@@ -349,7 +360,10 @@ class EndpointTransport(_Transport):
             raise ArgumentError("the transport is not connected: call connect() with what the other end's bind() says")
 
     def _own(self, name: str, it: Any, kind: type[Memory | MemoryView]) -> Registration:
-        """Return the registration of a memory handle or a view. Raise an error if another transport owns it."""
+        """Return the registration of a memory handle or a view.
+
+        If another transport owns the registration, raise an error.
+        """
         registration: Registration | None = it._registration if isinstance(it, kind) else None
         if registration is None or registration.owner is not self:
             raise arguments.wrong_type(name, it, f"a {kind.__name__} that was registered with this transport")
@@ -360,7 +374,7 @@ class EndpointTransport(_Transport):
             raise CommClosedError("the transport is closed")
 
     def _patience(self, timeout: float | None) -> float:
-        """Return the seconds that a call may take, 0 or more."""
+        """Return the timeout of a call in seconds, which is 0 or more."""
         if timeout is None:
             return float(self._default_timeout)
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
@@ -371,7 +385,7 @@ class EndpointTransport(_Transport):
 
 
 def _share(tensor: Tensor) -> None:
-    """Move a tensor's storage to shared memory now. Otherwise the engine would move it when the peer connects."""
+    """Move a tensor's storage to shared memory now. The engine then does not move it when the peer connects."""
     storage = tensor.untyped_storage()
     if storage.is_shared() or not storage.resizable():  # Memory that torch has not allocated stays in its place.
         return

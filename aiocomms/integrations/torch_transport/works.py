@@ -26,7 +26,7 @@ class TransferWork(CompoundWork):
     def __init__(self, steps: Sequence[BlockingWork[Any]], patience: float) -> None:
         """Store the steps of the transfer.
 
-        :param patience: the timeout in seconds of a wait that gets no timeout.
+        :param patience: the default timeout of a wait, in seconds.
         """
         super().__init__()
         self._parts, self._patience = steps, patience
@@ -37,9 +37,9 @@ class TransferWork(CompoundWork):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block this thread until the transfer has ended.
 
-        :param timeout: the longest wait; 0 selects the timeout of the transfer.
+        :param timeout: the longest time to wait. With 0, the timeout of the transfer applies.
         :returns: True.
-        :raises TimeoutError: the transfer has not ended in time, and continues.
+        :raises TimeoutError: the transfer has not ended within the timeout. The transfer continues.
         :raises CommError: the transfer has failed.
         """
         patience = timeout.total_seconds()
@@ -67,8 +67,8 @@ class TransferWork(CompoundWork):
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a future. Its value is an empty list. If the transfer fails, a wait for the future raises the error.
 
-        The future completes within this call, or on the transport's thread. The same thread runs the future's
-        callbacks, so the callbacks must not block.
+        The future completes during this call, or later on the transport's thread. The thread that completes the future
+        also runs its callbacks, so the callbacks must not block.
         """
         with self._lock:
             if self._future is not None:
