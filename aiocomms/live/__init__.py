@@ -1,1 +1,4 @@
-"""Live groups: collectives that complete without dead or late ranks, through memory that outlives each rank."""
+"""Live groups, whose collectives complete even if ranks are dead or late.
+
+The ranks communicate through memory that stays valid when a rank dies.
+"""

@@ -1,4 +1,4 @@
-"""The contributions of ranks to a round (one collective): tensors, and a description of the call."""
+"""The contributions of ranks to a round (one collective). A contribution has tensors and a description of the call."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Called(msgspec.Struct, array_like=True, frozen=True):
     """The description of a call, which is the header of the call's contribution."""
 
     op: str
-    """The op and its operator, such as ``all_reduce(sum)``; the same on all ranks."""
+    """The op and its operator, such as ``all_reduce(sum)``. All ranks must pass the same op and operator."""
     dtype: str
-    """The dtype of all tensors; the same on all ranks; empty if there are no tensors."""
+    """The dtype of all tensors, or an empty string if there are no tensors. All ranks must pass the same dtype."""
     shapes: tuple[tuple[int, ...], ...]
     alike: bool
     """True if the shapes must be the same on all ranks."""
@@ -39,7 +39,7 @@ class Called(msgspec.Struct, array_like=True, frozen=True):
         return f"{self.op} of {', '.join(f'{self.dtype}{list(shape)}' for shape in self.shapes) or 'nothing'}"
 
     def fits(self, other: Called) -> bool:
-        """Return whether this call matches the other call."""
+        """Return whether this call and another rank's call can belong to the same collective."""
         return (self.op, self.dtype) == (other.op, other.dtype) and (not self.alike or self.shapes == other.shapes)
 
 
@@ -47,7 +47,7 @@ CALLED: Final = ControlCodec[Called](Called, "what a rank has called")
 
 
 class Contribution(NamedTuple):
-    """A rank's contribution, in the form that the other ranks read."""
+    """The decoded contribution of one rank."""
 
     called: Called
     data: Tensor
@@ -67,10 +67,10 @@ def flat(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def contributions(mine: Called, encoded: bytes, given: Mapping[int, tuple[bytes, Tensor]]) -> dict[int, Contribution]:
-    """Decode the contributions to a round, by rank.
+    """Decode the contributions of all ranks to a round.
 
-    :param mine: the call of this rank.
-    :param encoded: the same call, encoded as this rank's header.
+    :param mine: the description of this rank's call.
+    :param encoded: this rank's header, which is ``mine`` in encoded form.
     :param given: the header and the data of each rank.
     :raises MismatchError: the calls of the ranks do not match.
     :raises ProtocolError: a contribution is malformed.

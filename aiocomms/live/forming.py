@@ -1,4 +1,7 @@
-"""The formation of a live group: its processes agree on shared memory, and each process takes the place of one rank."""
+"""The formation of a live group.
+
+The processes agree on the memory that they share. Then each process claims a rank.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ from aiocomms.lowlevel.stores import admitting, store_errors
 from aiocomms.lowlevel.threads import run_in_thread
 
 _STORE: Final = "store"
-"""The value on which the ranks agree if they share no memory. Otherwise they agree on the host with the memory."""
+"""The value on which the ranks agree if they use the store and no shared memory.
+
+If the ranks share memory, the value on which they agree is the ID of their host.
+"""
 _PAUSE: Final = 0.01
 """The seconds between two requests to the store."""
 _SALT_BITS: Final = 17
@@ -39,7 +45,7 @@ _T = TypeVar("_T")
 async def form(
     name: str, store: Store | None, rank: int | None, size: int | None, timeout: float, capacity: int
 ) -> LiveGroup:
-    """Take a place in a live group; see :class:`aiocomms.live_group` for the parameters."""
+    """Join a live group as one rank; see :class:`aiocomms.live_group` for the parameters."""
     seconds = min(timeout, FORMING)
     if rank is None or size is None:
         store, rank, size = await launched(name, seconds)
@@ -80,9 +86,11 @@ def _registers(store: Store, fd: int | None, place: LivePlace) -> Registers:
 
 
 async def _take(registers: Registers, rank: int) -> int:
-    """Take the place of a rank. Return the number of this process that the place's register then holds.
+    """Claim a rank, and return the number with which this process claims the rank.
 
-    :raises ArgumentError: another live process has the place.
+    The register of the rank's place contains this number while this process is the rank.
+
+    :raises ArgumentError: another live process already is this rank.
     """
     salt = int.from_bytes(clock.token_bytes(4), "little") % (1 << _SALT_BITS)
     mine = salt << PROCESS_BITS | process_number(os.getpid())  # A process may have several places.
@@ -99,7 +107,7 @@ async def _take(registers: Registers, rank: int) -> int:
 
 
 class Opened(NamedTuple):
-    """A process that has the memory open, and the file descriptor through which other processes open the memory."""
+    """The record of a process that has opened the memory, with the file descriptor that other processes open."""
 
     pid: int
     holder: int
@@ -108,7 +116,10 @@ class Opened(NamedTuple):
 
     @classmethod
     def here(cls, fd: int) -> Self:
-        """Return the record of this process."""
+        """Return the record of this process.
+
+        :param fd: the file descriptor of the memory in this process.
+        """
         return cls(os.getpid(), process_number(os.getpid()), fd, os.fstat(fd).st_ino)
 
     @classmethod
@@ -125,7 +136,7 @@ class Opened(NamedTuple):
         return process_number(self.pid) == self.holder
 
     def opened(self) -> int | None:
-        """Open the memory; return None if the process has died or has closed the memory.
+        """Open the memory, and return a file descriptor; return None if the process has died or has closed the memory.
 
         :raises ArgumentError: another user runs the process.
         """
@@ -144,7 +155,7 @@ class Opened(NamedTuple):
 
 
 class LiveMeeting:
-    """One process's part in the formation of the group. It runs in a thread, because its calls block."""
+    """The actions of one process in the formation of the group. They run in a thread, because their calls block."""
 
     def __init__(self, store: Store, place: LivePlace, seconds: float) -> None:
         self.store, self._place = store, place
@@ -161,10 +172,12 @@ class LiveMeeting:
 
     @store_errors("the store of the group is lost")
     def meet(self) -> int | None:
-        """Meet the other ranks; return a file descriptor of the shared memory, or None if the ranks share no memory.
+        """Wait for the other ranks, and open the memory.
+
+        :returns: a file descriptor of the shared memory; None if the ranks use the store and no shared memory.
 
         :raises ArgumentError: other ranks have passed other arguments, or share memory that this process cannot open.
-        :raises CommTimeoutError: a rank has not joined in time.
+        :raises CommTimeoutError: a rank has not joined before the deadline.
         :raises OSError: the memory is not available.
         """
         mine = f"{self._place.size} {self._place.capacity}"
@@ -215,10 +228,10 @@ class LiveMeeting:
     # ---------------------------------------------------------------------------------------------------- shared memory
 
     def _memory(self) -> int:
-        """Open the memory through a live process that has it open; make new memory if there is no such process.
+        """Open the memory that live processes of the group have opened. If there are none, make new memory.
 
-        One key of the store lists the processes that have the memory open. The key changes only by compare-and-set, so
-        the group has only one memory at a time.
+        One key of the store lists the processes that have opened the memory. The key changes only by compare-and-set,
+        so the group has only one memory at a time.
         """
         listed = self.store.compare_set("memory", "", "").decode()
         while True:

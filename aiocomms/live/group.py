@@ -1,4 +1,4 @@
-"""A live group: the place of this process in the group, and the group's lanes."""
+"""A live group, as one of its processes uses it: the rank of this process, and the group's lanes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ DEFAULT_LANE: Final = "main"
 
 
 class LiveGroup(Handle):
-    """A group whose collectives complete without dead or late ranks; made by :class:`aiocomms.live_group`.
+    """A group whose collectives complete even if ranks are dead or late.
 
-    The ranks agree through memory that outlives each rank, so the death of a rank does not end the group. If a new
-    process replaces the dead rank, its first call in a lane joins the lane's current collective. The group belongs to
-    the event loop that made it. ``async with`` closes the group.
+    :class:`aiocomms.live_group` makes the group. The ranks agree on each collective through memory that stays valid
+    when a rank dies, so the death of a rank does not end the group. If a new process replaces the dead rank, the
+    process's first call in a lane joins the lane's current collective. The group belongs to the event loop on which it
+    was made. The end of an ``async with`` block closes the group.
     """
 
     def __init__(self, place: LivePlace, registers: Registers, holder: int, kept: contextlib.AsyncExitStack) -> None:
         """Start without lanes.
 
-        :param holder: the number of this process, which the register of its place holds.
+        :param holder: the number of this process. The register of this rank's place contains this number.
         :param kept: the resources that :meth:`aclose` closes.
         """
         self._place, self._registers, self._holder, self._kept = place, registers, holder, kept
@@ -54,7 +55,7 @@ class LiveGroup(Handle):
 
     @property
     def size(self) -> int:
-        """The number of places."""
+        """The number of ranks, including dead ranks."""
         return self._place.size
 
     @property
@@ -65,7 +66,7 @@ class LiveGroup(Handle):
     async def lane(self, name: str = DEFAULT_LANE) -> LiveLane:
         """Open a lane, or return the open lane with this name. Each lane has its own order of calls.
 
-        :param name: the lane's name, the same on all ranks, of 1 to 200 characters.
+        :param name: the lane's name, which has 1 to 200 characters. Ranks pass the same name to use the same lane.
         :raises ArgumentError: the name is not valid, or the group already has 256 other lanes.
         :raises CommClosedError: the group is closed.
         """
@@ -80,7 +81,10 @@ class LiveGroup(Handle):
         return self._lanes[name]
 
     async def _number_of(self, name: str) -> int:
-        """Return the number of a lane: the first number from the name's hash on that no other name has."""
+        """Return the number of a lane, which is the hash of the lane's name modulo the number of possible lanes.
+
+        If a lane with another name has this number, the next free number is used.
+        """
         wanted = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1 or 1
         for step in range(LANES):
             number = (wanted + step) % LANES
@@ -112,7 +116,7 @@ class LiveGroup(Handle):
             await self._kept.aclose()
 
     def _disown(self) -> None:
-        """Disown the group in a forked child, which must neither use nor close the parent's resources."""
+        """Mark the group as closed in a forked child, which must neither use nor close the parent's resources."""
         self._place.closed = True
 
     async def __aenter__(self) -> Self:

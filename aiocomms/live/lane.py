@@ -1,4 +1,4 @@
-"""Collectives of a live group, by lanes: each lane has its own order of calls."""
+"""The lanes of a live group, and their collectives. Each lane has its own order of calls."""
 
 from __future__ import annotations
 
@@ -41,13 +41,16 @@ class Partial(NamedTuple, Generic[T]):
 
     value: T
     ranks: tuple[int, ...]
-    """The ranks that contributed, in ascending order. This rank is missing if it was late."""
+    """The ranks that contributed, in ascending order. If this rank was late, the tuple does not contain it."""
     number: int
     """The number of the call in its lane, from 0."""
 
 
 class LivePlace:
-    """The place of this process in a group, for checks of tensors and for errors."""
+    """The rank of this process in a group, and the group's parameters.
+
+    The checks of tensors and the error messages use this object.
+    """
 
     fast_check: Callable[[object, bool], bool] | None = None
     device: torch.device = _CPU
@@ -75,9 +78,10 @@ class LivePlace:
 
 
 class QueuedCall:
-    """A call that cannot contribute at once. The call contributes later, even if its task is cancelled in between.
+    """A call that cannot contribute at once. The call contributes later, even if its task is cancelled before that.
 
-    :param parts: the tensors of the contribution, as bytes. If the task is cancelled, copies replace them.
+    :param parts: the tensors of the contribution, as byte tensors. If the task is cancelled, copies replace these
+        tensors.
     """
 
     def __init__(self, header: bytes, parts: list[Tensor], ends: float, use: Use[Any], into: Into | None) -> None:
@@ -89,7 +93,7 @@ class QueuedCall:
         self._error: Exception | None = None
 
     async def run(self, rounds: Rounds) -> None:
-        """Take part in the next round."""
+        """Take part in the next round (one collective)."""
         self._begun.set()
         try:
             self._result = await rounds.take_part(self._header, self.parts, self.ends, self._used, self._into)
@@ -103,7 +107,7 @@ class QueuedCall:
         return None if self._abandoned else await self._use(given)
 
     def close(self) -> None:
-        """End a call that has not contributed, because its group is closed."""
+        """Make this call fail, because the group is closed before the call has contributed."""
         self._begun.set()
         self._ended.set()
 
@@ -137,7 +141,7 @@ class QueuedCall:
             raise
 
     async def _keep(self, rounds: Rounds) -> None:
-        """Replace the parts by copies, because the program may change its tensors from now on."""
+        """Replace the parts by copies, because the program may change its tensors after the cancellation."""
 
         def copied() -> list[Tensor]:
             return [part.clone() for part in self.parts]
@@ -148,16 +152,17 @@ class QueuedCall:
 
 
 class LiveLane(Handle):
-    """A lane of a live group, made by :meth:`LiveGroup.lane`. Its collectives match in the order of calls.
+    """A lane of a live group. The lane's collectives match in the order of calls.
 
-    Until its deadline, a call waits for the ranks of the lane's last call and for ranks that join again. Then the call
-    completes with the contributions of all ranks that have called. No call waits for dead ranks. A late rank gets the
-    result without its own contribution. A rank that is two calls late gets :class:`~aiocomms.errors.LeftBehindError`,
-    and its next call joins the lane's current collective. The first call of a process that replaces a dead process also
-    joins the current collective.
+    :meth:`LiveGroup.lane` makes the lane. Until its deadline, a call waits for the ranks that took part in the lane's
+    last call, and for ranks that rejoin the lane. Then the call completes with the contributions of all ranks that have
+    called. No call waits for dead ranks. A late rank gets the result without its own contribution. If the other ranks
+    have completed a rank's call and also the lane's next call without the rank, the rank gets a
+    :class:`~aiocomms.errors.LeftBehindError`. The next call of this rank joins the lane's current collective. The first
+    call of a process that replaces a dead process also joins the current collective.
 
-    Tensors must be contiguous and on the CPU. ``all_reduce`` works in place; the other collectives return new tensors.
-    Calls of several tasks run one after the other.
+    Tensors must be contiguous and on the CPU. ``all_reduce`` writes its result into the given tensor; the other
+    collectives return new tensors. Calls of several tasks run one after the other.
     """
 
     name: str
@@ -174,7 +179,9 @@ class LiveLane(Handle):
     async def all_reduce(
         self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, *, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Partial[Tensor]:
-        """Reduce one tensor per rank in place, in rank order. The results on all ranks are bit-identical.
+        """Reduce one tensor per rank, and write the result into each rank's tensor.
+
+        The tensors are reduced in rank order. The results on all ranks are bit-identical.
 
         :param tensor: a tensor of the same dtype and shape on all ranks. After an error the tensor is unchanged, but
             after a LeftBehindError its content is undefined.
@@ -183,9 +190,10 @@ class LiveLane(Handle):
             ranks without a deadline. The default is the group's timeout.
         :returns: ``tensor``, with the reduction.
         :raises ArgumentError: an argument is wrong; nothing was contributed.
-        :raises MismatchError: ranks have called different ops, or have passed different shapes; the lane stays usable.
+        :raises MismatchError: ranks have called different ops or have passed different shapes. The lane stays usable.
         :raises LeftBehindError: the other ranks have completed this call and later calls without this rank.
-        :raises CommTimeoutError: the lane's earlier calls have not ended in time; the contribution still counts.
+        :raises CommTimeoutError: the lane's earlier calls have not ended before the deadline. This rank nevertheless
+            contributes to the collective later.
         :raises CommClosedError: the group is closed, or another process has replaced this process.
         """
         word = 0
@@ -208,13 +216,13 @@ class LiveLane(Handle):
     async def reduce_scatter(
         self, inputs: Sequence[Tensor], op: ReduceOp | str = ReduceOp.SUM, *, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Partial[Tensor]:
-        """Reduce ``inputs[r]`` of all ranks for each rank ``r``, and return the reduction for this rank.
+        """Reduce the tensors ``inputs[rank]`` of all ranks, where ``rank`` is this rank, and return the reduction.
 
         :param inputs: one tensor for each rank of the group. ``inputs[i]`` has the same dtype and shape on all ranks.
-        :param op: as for :meth:`all_reduce`.
-        :param timeout: as for :meth:`all_reduce`.
-        :returns: the reduction of all ``inputs[rank]``.
-        :raises CommError: as :meth:`all_reduce` does.
+        :param op: see :meth:`all_reduce`.
+        :param timeout: see :meth:`all_reduce`.
+        :returns: the reduction for this rank.
+        :raises CommError: see the errors of :meth:`all_reduce`.
         """
         inputs = self._one_each(inputs)
         mine, operator = self._place.rank, self._operator(op, inputs[0])
@@ -228,9 +236,9 @@ class LiveLane(Handle):
         """Gather every rank's tensor on all ranks.
 
         :param tensor: a tensor of any shape, with the same dtype on all ranks.
-        :param timeout: as for :meth:`all_reduce`.
-        :returns: the tensors, by rank.
-        :raises CommError: as :meth:`all_reduce` does.
+        :param timeout: see :meth:`all_reduce`.
+        :returns: the tensors, as a dict from ranks to tensors.
+        :raises CommError: see the errors of :meth:`all_reduce`.
         """
 
         def result(given: dict[int, Contribution]) -> dict[int, Tensor]:
@@ -241,12 +249,12 @@ class LiveLane(Handle):
     async def all_to_all(
         self, inputs: Sequence[Tensor], *, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Partial[dict[int, Tensor]]:
-        """Send ``inputs[r]`` to each rank ``r``. Tensors for dead ranks are dropped.
+        """Send ``inputs[r]`` to each rank ``r``. No rank gets the tensors for dead ranks.
 
         :param inputs: one tensor for each rank of the group, of any shapes, with the same dtype on all ranks.
-        :param timeout: as for :meth:`all_reduce`.
-        :returns: the tensors that the ranks have sent to this rank, by rank.
-        :raises CommError: as :meth:`all_reduce` does.
+        :param timeout: see :meth:`all_reduce`.
+        :returns: the tensors that this rank has received, as a dict from senders to tensors.
+        :raises CommError: see the errors of :meth:`all_reduce`.
         """
         inputs, mine = self._one_each(inputs), self._place.rank
 
@@ -256,12 +264,12 @@ class LiveLane(Handle):
         return await self._call("all_to_all", inputs, result, timeout)
 
     async def broadcast(self, tensor: Tensor, *, timeout: OpTimeout = COMM_TIMEOUT) -> Partial[Tensor]:
-        """Return the tensor of the lowest rank that takes part: ``ranks[0]`` of the result.
+        """Return the tensor of the lowest rank that contributes. This rank is ``ranks[0]`` of the result.
 
         :param tensor: this rank's tensor, of any shape, with the same dtype on all ranks.
-        :param timeout: as for :meth:`all_reduce`.
+        :param timeout: see :meth:`all_reduce`.
         :returns: the tensor of ``ranks[0]``.
-        :raises CommError: as :meth:`all_reduce` does.
+        :raises CommError: see the errors of :meth:`all_reduce`.
         """
 
         def result(given: dict[int, Contribution]) -> Tensor:
@@ -270,10 +278,10 @@ class LiveLane(Handle):
         return await self._call("broadcast", [tensor], result, timeout)
 
     async def barrier(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> Partial[None]:
-        """Wait until all live ranks have called this.
+        """Wait until all live ranks have called this method.
 
-        :param timeout: as for :meth:`all_reduce`.
-        :raises CommError: as :meth:`all_reduce` does.
+        :param timeout: see :meth:`all_reduce`.
+        :raises CommError: see the errors of :meth:`all_reduce`.
         """
         return await self._call("barrier", [], lambda given: None, timeout)
 
@@ -307,7 +315,10 @@ class LiveLane(Handle):
     async def _in_turn(
         self, header: bytes, parts: list[Tensor], ends: float, use: Use[T], into: Into | None
     ) -> tuple[T, Round]:
-        """Take part in the next round: at once if possible, otherwise in a background task that no caller cancels."""
+        """Take part in the next round. If that is not possible at once, take part in a background task.
+
+        The cancellation of the caller does not affect the background task.
+        """
         begun = None if self._busy else self._rounds.at_once(header, parts, 0 if into is None else into.word)
         if begun is None:
             call = QueuedCall(header, parts, ends, use, into)
@@ -334,12 +345,12 @@ class LiveLane(Handle):
             self._busy = False
 
     def close(self) -> None:
-        """End the calls that have not contributed, because the group is closed."""
+        """Make all calls fail that have not contributed, because the group is closed."""
         while self._queue:
             self._queue.popleft().close()
 
     def _bytes(self, tensors: Sequence[Tensor], write: bool) -> int:
-        """Check tensors, and return their total bytes."""
+        """Check tensors, and return their total size in bytes."""
         check = checks.writable if write else checks.readable
         for tensor in tensors:
             check("tensor" if len(tensors) == 1 else "inputs", tensor, self._place)
@@ -368,14 +379,17 @@ def _reduced(op: ReduceOp, like: Tensor, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _is_plain(timeout: OpTimeout) -> bool:
-    """Return whether a timeout is valid without further checks."""
+    """Return whether a timeout has the usual form, which needs no further checks."""
     if type(timeout) is float or type(timeout) is int:
         return 0 < timeout <= arguments.TIMEOUT_MAX
     return timeout is COMM_TIMEOUT
 
 
 async def _write(out: Tensor, value: Tensor) -> None:
-    """Copy a result in pieces, and yield to the event loop in between. A copy in a thread cannot be cancelled."""
+    """Copy a result in pieces, and yield to the event loop after each piece.
+
+    The copy does not run in a thread, because a copy in a thread cannot be cancelled.
+    """
     to, source = octets(out), octets(value)
     for begin in range(0, len(to), LONG):
         with writing(out):

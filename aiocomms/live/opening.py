@@ -1,4 +1,4 @@
-"""The opening of a live group. Like :mod:`aiocomms.communicator.opening`, this module imports few modules."""
+"""The opening of a live group. Like :mod:`aiocomms.communicator.opening`, this module imports only few modules."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ CAPACITY = 4 * 2**20
 
 
 class live_group(Opening["LiveGroup"]):  # noqa: N801 - programs call the class like a function
-    """Join a live group as one rank. Its collectives complete by a deadline without dead or late ranks.
+    """Join a live group as one rank.
+
+    The group's collectives do not wait for dead ranks, and wait for late ranks only until a deadline.
 
     Await the call to get a :class:`~aiocomms.live.group.LiveGroup`, or write ``async with live_group(...) as group:``.
     The group forms when all ranks have made the call. Later, a new process can make the call to replace a dead rank.
     Ranks of one host share memory if the package with native code is installed. Otherwise the ranks use the job's
     store, which is slower and does not detect deaths.
 
-    :param name: the group's name, the same on all ranks.
-    :param store: the store where the ranks meet, as for :class:`aiocomms.new_comm`; also pass ``rank`` and ``size``.
-        The group needs the store until the group is closed.
+    :param name: the group's name. All ranks must pass the same name.
+    :param store: the store through which the ranks form the group; see :class:`aiocomms.new_comm`. With a store, also
+        pass ``rank`` and ``size``. The group needs the store until the group is closed.
     :param rank: this rank.
     :param size: the number of ranks, at most 20.
     :param timeout: the deadline in seconds for the formation of the group, and the default deadline of ops. None: ops
         wait for all live ranks, and the formation has a deadline of 600 s.
-    :param capacity: the largest number of bytes that a rank contributes to one op, the same on all ranks. The group
-        takes memory only when ops use it: at most twice the capacity per lane and rank.
-    :raises ArgumentError: an argument is wrong or differs between ranks, or another live process is this rank.
-    :raises CommTimeoutError: a rank did not join in time; the message names the rank.
+    :param capacity: the largest number of bytes that a rank contributes to one op. All ranks must pass the same number.
+        The group allocates memory only when ops need it. For each lane and rank, this memory is at most twice the
+        capacity.
+    :raises ArgumentError: an argument is wrong or differs between ranks, or another live process already has this rank.
+    :raises CommTimeoutError: a rank did not join before the deadline. The message names the rank.
     :raises StoreLostError: the store cannot be reached.
     """
 

@@ -1,4 +1,4 @@
-"""Registers and areas: the memory that the ranks of a live group share, and that outlives each rank."""
+"""Registers and areas, which are the memory that the ranks of a live group share. It stays valid when a rank dies."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from typing import Any, Final, Protocol
 from torch import Tensor
 
 LANES: Final = 256
-"""The most lanes of a group."""
+"""The largest number of lanes of a group."""
 LONG: Final = 2**20
 """The number of bytes above which a copy would block the event loop for too long."""
 LEFT: Final = 1
 """The value in the register of a rank's place after the rank's process has left."""
 HEADER: Final = 4080
-"""The most bytes of a contribution's header."""
+"""The maximum size of a contribution's header, in bytes."""
 NAME, COMING, FIRST, SECOND = range(4)
-"""The registers of a lane: the hash of its name; the ranks that join again; the even rounds; the odd rounds."""
+"""The registers of a lane.
+
+They contain the hash of the lane's name, the bits of the ranks that rejoin, the state of the last round with an even
+number, and the state of the last round with an odd number.
+"""
 PER_LANE: Final = 4
 
 
@@ -25,74 +29,76 @@ class Shortcut(Protocol):
 
     :class:`~aiocomms.live.rounds.Rounds` handles all other cases.
 
-    A round's *word* is the value of its register after this rank has contributed to the round.
+    A round's *word* is the value of the round's register after this rank has contributed to the round.
     """
 
     def arrive(self, number: int, header: bytes, parts: Sequence[tuple[int, int]], /) -> int:
         """Contribute to a round, and poll for some time until the round is decided.
 
         :param parts: the address and the number of bytes of each part.
-        :returns: the round's word; 0 if nothing was done.
+        :returns: the round's word; 0 if the native code could not contribute.
         """
 
     def all_reduce(self, number: int, tensor: object, op: object, /) -> Any:
-        """Contribute one tensor as :meth:`arrive` does, for a known call, and reduce all contributions into the tensor.
+        """Contribute one tensor, as :meth:`arrive` does, and reduce all contributions into the tensor.
 
-        :returns: a :class:`~aiocomms.live.lane.Partial` if the reduction is done; the round's word if only the
-            contribution is done; None if nothing was done.
+        This is possible only for a call that :meth:`know_call` has stored.
+
+        :returns: a :class:`~aiocomms.live.lane.Partial` if the native code has contributed and reduced; the round's
+            word if it has only contributed; None if it has done neither.
         """
 
     def finish(self, word: int, tensor: object, op: object, /) -> bool:
         """Reduce the contributions into the tensor after the round is decided.
 
-        :returns: False if that failed; the content of the tensor is then undefined.
+        :returns: False if the reduction failed, and the content of the tensor is undefined.
         """
 
     def know(self, holders: dict[int, int], /) -> None:
-        """Store the numbers of the ranks' processes."""
+        """Store the number of each rank's process."""
 
     def know_call(self, tensor: object, op: object, kind: str, factor: float, header: bytes, /) -> None:
-        """Store the header of a call. This call is then a known call for :meth:`all_reduce`."""
+        """Store the header of a call, so that :meth:`all_reduce` can make this call."""
 
 
 class Registers(Protocol):
-    """Registers and areas. A register changes by compare-and-swap; an area has bytes that only one rank writes.
+    """Registers and areas. A register changes by compare-and-swap. An area contains bytes that only one rank writes.
 
     Operations are sequentially consistent across processes. A register has 63 bits and is initially 0. If a process
-    dies, registers stay valid, but an area that the process was writing may have incomplete data.
+    dies, the registers stay valid, but an area into which the process was writing may contain incomplete data.
     """
 
     async def load(self, register: int) -> int:
         """Return the value of a register.
 
-        :raises CommError: the memory is gone.
+        :raises CommError: the memory no longer exists or was closed.
         """
 
     async def swap(self, register: int, expected: int, desired: int) -> int:
-        """Write ``desired`` to a register if it holds ``expected``; return the register's former value.
+        """Write ``desired`` to a register if the register contains ``expected``. Return the register's former value.
 
-        :raises CommError: the memory is gone.
+        :raises CommError: the memory no longer exists or was closed.
         """
 
     async def write(self, area: int, header: bytes, parts: Sequence[Tensor]) -> None:
-        """Write to an area. A cancelled call ends when it no longer reads the parts.
+        """Write to an area. If the call is cancelled, it nevertheless does not end before it has read the parts.
 
         :param header: at most :data:`HEADER` bytes.
         :param parts: flat byte tensors, which are written one after the other.
-        :raises CommError: the memory is gone.
+        :raises CommError: the memory no longer exists or was closed.
         """
 
     async def written(self, areas: Sequence[int]) -> None:
-        """Wait until no write to these areas reads its parts any more."""
+        """Wait until all pending writes to these areas have read their parts."""
 
     async def read(self, area: int) -> tuple[bytes, Tensor]:
-        """Return the header of an area, and its data as a flat byte tensor, which may be a view of the area.
+        """Return an area's header, and the area's data as a flat byte tensor. The tensor may be a view of the area.
 
-        :raises CommError: the memory is gone.
+        :raises CommError: the memory no longer exists or was closed.
         """
 
     def shortcut(self, lane: int, rank: int, size: int, holder: int) -> Shortcut | None:
-        """Return the native code for the rounds of a lane, or None."""
+        """Return the native code for the rounds of a lane, or None if these registers have no native code."""
 
     async def changed(self, register: int, held: int, ends: float) -> bool:
         """Wait until a register may have changed, a rank has called :meth:`tell`, or a process has died.
@@ -112,7 +118,10 @@ class Registers(Protocol):
         """
 
     def close(self) -> None:
-        """Close this end: waiting tasks get a :class:`~aiocomms.errors.CommClosedError`. Idempotent."""
+        """Close these registers on this rank. Idempotent.
+
+        Waiting tasks get a :class:`~aiocomms.errors.CommClosedError`.
+        """
 
 
 def register_of(lane: int, which: int) -> int:
@@ -123,13 +132,13 @@ def register_of(lane: int, which: int) -> int:
 def place_of(rank: int) -> int:
     """Return the number of the register of a rank's place.
 
-    The register is initially 0. Later it holds the number of the rank's process, or :data:`LEFT`.
+    The register is initially 0. Later the register contains the number of the rank's process, or :data:`LEFT`.
     """
     return LANES * PER_LANE + rank
 
 
 def area_of(lane: int, number: int, rank: int, size: int) -> int:
-    """Return the number of the area that a rank writes in a round."""
+    """Return the number of the area into which a rank writes its contribution to a round."""
     return (lane * 2 + number % 2) * size + rank
 
 

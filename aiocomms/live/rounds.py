@@ -1,13 +1,15 @@
-"""The agreement of the ranks on each *round* (one collective) of a lane: which ranks have contributed to the round.
+"""The agreement of the ranks on which ranks have contributed to each *round* (one collective) of a lane.
 
-Consensus is a compare-and-swap on memory that outlives the ranks (Herlihy, "Wait-free synchronization", TOPLAS 1991).
-The register of a round holds its number, a decided bit, and a bit for each rank that has contributed. A rank writes its
-contribution, and then sets its bit by compare-and-swap. If no awaited rank is then missing, the same swap sets the
-decided bit. Afterwards the bits do not change, and all ranks read the same bits.
+The ranks reach consensus by compare-and-swap on memory that stays valid when a rank dies (Herlihy, "Wait-free
+synchronization", TOPLAS 1991). The register of a round contains the round's number, a decided bit, and a bit for each
+rank that has contributed. A rank writes its contribution to an area, and then sets its own bit by compare-and-swap. If
+the round need not wait for any other rank, the same swap also sets the decided bit. Afterwards the bits do not change,
+and all ranks read the same bits.
 
 Rounds with even numbers and rounds with odd numbers have separate registers and areas. Round ``n`` reuses the register
-and the areas of round ``n - 2``. A swap opens the round before any rank writes to an area. A reader checks the round's
-number after it has read the data. If the number is unchanged, the data is valid, as with a seqlock.
+and the areas of round ``n - 2``. Before any rank writes to an area, a swap writes the new round's number to the
+register. A reader checks the number in the register after it has read the data. If the number is unchanged, the data is
+valid, as with a seqlock.
 """
 
 from __future__ import annotations
@@ -23,18 +25,19 @@ from aiocomms.live.registers import COMING, FIRST, HEADER, LEFT, Registers, area
 from aiocomms.ops.reductions import ReduceOp
 
 MOST_RANKS: Final = 20
-"""The number of a register's bits for ranks. One more bit is the decided bit, and 42 bits are the round's number."""
+"""The largest number of ranks, each of which has a bit in a register. A register also has 1 decided bit and 42 bits for
+the round's number."""
 _DECIDED: Final = 1 << MOST_RANKS
 _HOLDER: Final = 8
-"""The bytes before each header that hold the number of the writing process."""
+"""The size of the writing process's number, which precedes each header, in bytes."""
 MOST_HEADER: Final = HEADER - _HOLDER
-"""The most bytes of a header."""
+"""The maximum size of a header without the process's number, in bytes."""
 BEGIN: Final = 2
-"""The number of the first round. Registers that hold 0 count as decided rounds 0 and 1 with all ranks."""
+"""The number of the first round. A register that contains 0 means that round 0 or 1 was decided with all ranks."""
 
 T = TypeVar("T")
 Use: TypeAlias = Callable[[dict[int, tuple[bytes, Tensor]]], Awaitable[T]]
-"""The type of a function that makes a result from contributions: a header and data for each rank."""
+"""The type of a function that makes a result from the header and the data of each rank's contribution."""
 
 
 class Round(NamedTuple):
@@ -62,9 +65,10 @@ def _ranks_of(bits: int) -> tuple[int, ...]:
 
 
 class Into:
-    """A tensor that this rank contributes, and into which all contributions are reduced.
+    """A tensor that this rank contributes. All contributions are reduced into the same tensor.
 
-    :param op: the operator as the program passed it; ``operator`` is the parsed operator.
+    :param op: the operator as the program passed it.
+    :param operator: the parsed operator.
     :param word: the :attr:`Round.word` if :meth:`Rounds.all_reduce` has contributed the tensor, else 0.
     """
 
@@ -72,7 +76,7 @@ class Into:
 
     def __init__(self, tensor: Tensor, op: object, operator: ReduceOp, word: int) -> None:
         self.tensor: Tensor | None = tensor
-        """The tensor; None after the call is cancelled, because the program may then change the tensor."""
+        """The tensor; None after a cancellation of the call, because the program may then change the tensor."""
         self.op, self.operator, self.word = op, operator, word
 
 
@@ -80,25 +84,28 @@ class Rounds:
     """One rank's participation in the rounds of one lane, one round at a time.
 
     :param lane: the lane's number.
-    :param holder: the number of this process, which the register of its place holds.
+    :param holder: the number of this process. The register of this rank's place contains this number.
     """
 
     def __init__(self, registers: Registers, lane: int, rank: int, size: int, holder: int) -> None:
         self._registers, self._lane, self._rank, self._size = registers, lane, rank, size
         self._bit, self._all, self._holder = 1 << rank, (1 << size) - 1, holder
         self._prefix = holder.to_bytes(_HOLDER, "little")
-        """The bytes before each header that this rank writes."""
+        """This process's number as bytes. This rank writes these bytes before each header."""
         self._coming = register_of(lane, COMING)
         self._shortcut = registers.shortcut(lane, rank, size, holder)
         self._next: int | None = None
-        """The number of this rank's next round; None: the round that is open at the call."""
+        """The number of this rank's next round; None if this rank's next call joins the round that is then open."""
         self._was_in = False
-        """True if this rank surely contributed to the last round. The other ranks wait for it in the next round."""
+        """True if it is certain that this rank contributed to its last round.
+
+        Then the other ranks wait for this rank in the next round.
+        """
         self._holders: dict[int, int] = {}
-        """The number of each rank's process when that rank last contributed to a round."""
+        """The number of the process that made each rank's last contribution."""
 
     def all_reduce(self, tensor: Tensor, op: object) -> Any:
-        """Take part in the next round through :meth:`Shortcut.all_reduce`, and return its result."""
+        """Take part in the next round through :meth:`Shortcut.all_reduce`. Return the result of that method."""
         number = self._next
         if not self._was_in or number is None or self._shortcut is None:
             return None
@@ -118,17 +125,17 @@ class Rounds:
     ) -> tuple[T, Round]:
         """Contribute to the next round, wait until it is decided, and use the contributions.
 
-        The caller must not cancel this before the contribution is complete. Otherwise this rank's next call would match
-        an earlier call of the other ranks.
+        The caller must not cancel this call before the contribution is complete. After such a cancellation, this rank's
+        next call would match an earlier call of the other ranks.
 
         :param ends: the end of the wait for other ranks, as a time of ``aiocomms.lowlevel.clock.now()``.
         :param use: a function that makes the result from the contributions. If the contributions change before the
-            function ends, the result is dropped.
-        :param into: the tensor into which native code may reduce instead of ``use``.
+            function ends, the result is discarded.
+        :param into: a tensor. If native code can reduce the contributions into the tensor, ``use`` is not called.
         :param begun: the result of :meth:`at_once`, if :meth:`at_once` has contributed.
         :returns: the result, and the round.
-        :raises LeftBehindError: the other ranks have completed this round and the next one. The next call of this rank
-            joins the open round.
+        :raises LeftBehindError: the other ranks have completed this round and the next round. The next call of this
+            rank joins the round that is then open.
         :raises CommClosedError: another process has replaced this process.
         """
         try:
@@ -145,7 +152,9 @@ class Rounds:
         return result, round_
 
     def at_once(self, header: bytes, parts: Sequence[Tensor], word: int) -> tuple[int, Round] | None:
-        """Contribute to the next round through native code. Return the round's number and state, or None if impossible.
+        """Contribute to the next round through native code, and return the round's number and state.
+
+        If the native code cannot contribute, return None.
 
         :param word: the :attr:`Round.word` if :meth:`all_reduce` has contributed, else 0.
         """
@@ -162,13 +171,16 @@ class Rounds:
         return None
 
     async def written(self) -> None:
-        """Wait until no contribution of this rank is being written any more."""
+        """Wait until this rank's pending writes have read the contributed tensors."""
         await self._registers.written([self._area(number, self._rank) for number in range(2)])
 
     async def _decided(
         self, header: bytes, parts: Sequence[Tensor], ends: float, begun: tuple[int, Round] | None
     ) -> tuple[int, Round]:
-        """Contribute to the next round, unless done before. When the round is decided, return its number and state."""
+        """Wait until the next round is decided, and return the round's number and state.
+
+        If :meth:`at_once` has not contributed to the round, contribute first.
+        """
         if begun is None:
             number = await self._come(header, parts, ends)
             return number, await self._end_of(number, ends)
@@ -180,7 +192,7 @@ class Rounds:
         return number, round_
 
     def _reduced(self, round_: Round, header: bytes, into: Into | None) -> Any:
-        """Return the tensor if native code has reduced the contributions into it, else None."""
+        """Reduce the contributions into the tensor through native code, and return the tensor; None if impossible."""
         if into is None or into.tensor is None or self._shortcut is None or not round_.bits & self._bit:
             return None
         self._shortcut.know_call(into.tensor, into.op, into.operator.kind, into.operator.factor, header)
@@ -205,7 +217,10 @@ class Rounds:
     # ------------------------------------------------------------------------------------------ contributing to a round
 
     async def _come(self, header: bytes, parts: Sequence[Tensor], ends: float) -> int:
-        """Contribute to a round, and return its number. If this rank is late, the round may be decided without it."""
+        """Contribute to the next round, and return the round's number.
+
+        If this rank is late, the round may be decided without its contribution.
+        """
         if await self._registers.load(place_of(self._rank)) != self._holder:
             raise CommClosedError("another process has taken this rank's place in the group")
         if self._next is None:
@@ -244,13 +259,16 @@ class Rounds:
         await set_bit(self._registers, self._coming, self._bit, comes)
 
     async def _open(self, number: int) -> None:
-        """Open a round in its register, unless the round is open. The previous round must be decided."""
+        """Write a round's number to the round's register, if a lower number is there.
+
+        The previous round must be decided.
+        """
         round_, held = await self._held(number)
         if round_.number < number:
             await self._registers.swap(self._register(number), held, number * 2 * _DECIDED)
 
     async def _arrive(self, number: int, header: bytes, parts: Sequence[Tensor]) -> bool:
-        """Contribute to a round; return False if the round was decided before the contribution."""
+        """Contribute to a round, and return True. Return False if the round was decided before the contribution."""
         await self._open(number)
         round_, held = await self._held(number)
         if round_.number == number and not round_.decided:
@@ -265,7 +283,10 @@ class Rounds:
     # ----------------------------------------------------------------------------------- waiting for the end of a round
 
     async def _end_of(self, number: int, ends: float) -> Round:
-        """Wait until a round is decided. Decide the round when no rank is awaited any more, or ``ends`` has passed."""
+        """Wait until a round is decided, and return the round's state.
+
+        Decide the round when it waits for no other rank, or when ``ends`` has passed.
+        """
         while True:
             round_, held = await self._look(number)
             if round_.decided:
@@ -280,8 +301,9 @@ class Rounds:
     async def _awaits(self, round_: Round) -> int:
         """Return the bits of the ranks that a round still waits for.
 
-        A round waits for the ranks of the previous round and for ranks that have announced that they join again. It
-        does not wait for ranks that have contributed, left, died or been replaced.
+        A round waits for the ranks of the previous round and for ranks that have announced that they rejoin. The round
+        does not wait for a rank that has contributed to this round, and not for a rank whose process has left the
+        group, has died or has been replaced.
         """
         coming = await self._registers.load(self._coming)
         before, _ = await self._held(round_.number - 1)
@@ -296,7 +318,7 @@ class Rounds:
         return awaited
 
     async def _forget(self, late: int) -> None:
-        """Clear the announcements of late ranks. Rounds wait for such a rank only after its next announcement."""
+        """Clear the announcements of late ranks. Rounds do not wait for a late rank until it announces itself again."""
         for rank in range(self._size):
             if late >> rank & 1:
                 await set_bit(self._registers, self._coming, 1 << rank, False)
@@ -320,7 +342,7 @@ class Rounds:
         return Round(held // (2 * _DECIDED), bool(held & _DECIDED), held & (_DECIDED - 1))
 
     async def _look(self, number: int) -> tuple[Round, int]:
-        """Return the state of a round in which this rank takes part, and the value of its register.
+        """Return the state of a round in which this rank takes part, and the value of the round's register.
 
         :raises LeftBehindError: a later round uses the register.
         """

@@ -1,7 +1,7 @@
 """Registers and areas in memory that processes of one host share.
 
-The memory has no name, and exists as long as a process has it open. A joining process opens the memory through
-``/proc``, at another process that has it open. So no memory remains when all processes have died.
+The memory has no name. A process that joins the group opens the memory through the ``/proc`` entry of another process
+that has opened the memory. The kernel frees the memory when no process has it open, for example when all have died.
 """
 
 from __future__ import annotations
@@ -31,19 +31,23 @@ from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.progress.driver import Bell, LoopDriver
 
 _LINE: Final = 64
-"""The bytes per register: one cache line."""
+"""The size of a register in the memory, in bytes. It is the size of one cache line."""
 _ALL: Final = 2**32 - 1
-"""The register number in a datagram to all waiting ranks, whatever register they wait for."""
+"""The number in a datagram that wakes a rank whichever register the rank waits for."""
 _NUMBER: Final = struct.Struct("<I")
 _LENGTHS: Final = struct.Struct("<QQ")
-"""The beginning of an area: the lengths of its header and of its data."""
+"""The format of an area's beginning, which contains the lengths of the area's header and data."""
 _HEAD: Final = HEADER + _LENGTHS.size
-"""The bytes of an area before its data."""
+"""The offset of an area's data from the beginning of the area, in bytes."""
 _WORDS: Final = place_of(MOST_RANKS) + LANES * PER_LANE
-"""The number of 64-bit words: the registers, and for each lane's register a word with the bits of sleeping ranks."""
+"""The number of 64-bit words in the memory.
+
+Each register is a word. Each register of a lane also has a second word, with the bits of the ranks that sleep until the
+register changes.
+"""
 _AREAS: Final = (_WORDS * _LINE + _HEAD - 1) // _HEAD * _HEAD
 _UNWATCHED: Final = -1
-"""The mark of a process whose death cannot be detected, and which therefore counts as alive."""
+"""The value for a process whose death cannot be detected. Such a process is always treated as alive."""
 
 
 def size_of(size: int, capacity: int) -> int:
@@ -82,10 +86,10 @@ class SharedRegisters:
         self._driver = LoopDriver.current()
         self._bells: dict[int, Bell] = {}
         self._writes: set[int] = set()
-        """The areas that threads write to."""
+        """The areas into which threads are writing."""
         self._wrote = Bell(self._driver)
         self._living: dict[int, int | None] = {}
-        """The file descriptors of processes, by process number; None if the process has died."""
+        """A file descriptor for each process, by the process's number; None if the process has died."""
         self._name = f"\0aiocomms live {os.fstat(fd).st_ino} "
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._listen()

@@ -17,9 +17,9 @@ from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.ops import buffers
 
 _PAUSE: Final = 0.005
-"""The seconds between two reads of a register, because a store does not notify ranks of changes."""
+"""The seconds between two reads of a register. Ranks poll, because a store does not notify ranks of changes."""
 _LENGTH: Final = 4
-"""The bytes of a header's length."""
+"""The size of the field that contains a header's length, in bytes."""
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class StoreRegisters:
         await self._ask(lambda store: store.set(f"a{area}", value))
 
     async def written(self, areas: Sequence[int]) -> None:
-        """Return at once, because a write copies its parts before it waits."""
+        """Return at once, because a write copies its parts before it waits for the store."""
 
     async def read(self, area: int) -> tuple[bytes, Tensor]:
         """See :class:`aiocomms.live.registers.Registers`."""
@@ -73,7 +73,7 @@ class StoreRegisters:
         return clock.now() < ends
 
     async def tell(self, register: int | None) -> None:
-        """Do nothing: all ranks poll."""
+        """Do nothing, because all ranks poll the registers."""
 
     def alive(self, holder: int) -> bool:
         """Return True, because the store does not know which processes are alive."""
