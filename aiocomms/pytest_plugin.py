@@ -58,7 +58,7 @@ _asked = pytest.StashKey[_Asked]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that repeats a failing history of a simulated test."""
+    """Add the option with which a simulated test repeats one history (one simulated run), for example a failed one."""
     parser.getgroup("aiocomms").addoption(
         "--simulated-seed", metavar="SEED", help="run one history of simulated tests, as a failure names it: 7/0,2"
     )
@@ -67,8 +67,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
     """Register the options of the conformance suite if the arguments name that suite.
 
-    If the arguments name the suite's package (``--pyargs``), pytest parses the options before it finds the suite's
-    conftest.
+    If the arguments name the suite's package (``--pyargs``), pytest parses the options before it loads the suite's
+    conftest. So the conftest cannot register the options in time.
     """
     if any("aiocomms.testing.conformance" in arg for arg in args):
         early_config.pluginmanager.import_plugin("aiocomms.testing.conformance.options")
@@ -99,10 +99,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Run a simulated test, or a test with ``comm``, on every rank, and record that a test has passed.
+    """Record whether a test has passed. If the test is simulated or uses ``comm``, run the test on every rank.
 
-    Another function replaces the test's function only during the call. All parameters of a hypothesis test share one
-    function, and a plug-in may run a test again.
+    To run a test on every rank, this hook replaces the test's function during the call. After the call the hook
+    restores the function, because a plug-in may run the test again, and all parameter sets of a hypothesis test share
+    one function.
 
     If a test has not passed, the fixture ``world`` aborts the test's communicators, because their operations may never
     end.
@@ -131,10 +132,10 @@ def world(request: pytest.FixtureRequest) -> list[Communicator]:
 
     The fixture is for ``async def`` tests that pytest-asyncio or anyio's plug-in (with any backend) runs.
     ``@pytest.mark.ranks(4)`` sets the number of ranks. The marker's arguments ``timeout=`` and ``transport=`` set the
-    deadline of operations and the transport. An indirect parameter can set the same values. The parameter is the number
-    of ranks, or a mapping with the keys ``n``, ``timeout`` and ``transport``.
+    deadline of operations and the transport. An indirect parameter can set these values, too. The parameter is the
+    number of ranks, or a mapping with the keys ``n``, ``timeout`` and ``transport``.
 
-    After the test the fixture closes the communicators. The test fails if a message is still unmatched, or if only some
+    After the test the fixture closes the communicators. The test fails if a message is then unmatched, or if only some
     ranks have called a collective. If the test has already failed, the fixture aborts the communicators.
     """
     if request.node.get_closest_marker("simulated") is not None:
@@ -145,16 +146,16 @@ def world(request: pytest.FixtureRequest) -> list[Communicator]:
 
 
 class _EveryRank(list["Communicator"]):
-    """The value of the fixture :func:`comm`: a list, because the plug-in calls the test once for each communicator."""
+    """The value of the fixture :func:`comm`: a list. The plug-in calls the test once for each communicator in it."""
 
 
 @pytest.fixture
 def comm(request: pytest.FixtureRequest) -> Any:
-    """Return one rank's communicator. The test runs on every rank of a :func:`world` at once.
+    """Return one rank's communicator. The test runs on all ranks of a :func:`world` concurrently.
 
     If the test fails on one rank, the other ranks are cancelled, and a note on the error names the failed rank. Other
     fixtures cannot use ``comm``, but can use ``world``. With the marker ``simulated`` the ranks are simulated
-    processes, and each rank opens its communicator by ``new_comm``.
+    processes, and each rank opens its communicator with ``new_comm``.
     """
     if "comm" not in request.node._fixtureinfo.argnames:
         raise _refusal(
@@ -166,13 +167,16 @@ def comm(request: pytest.FixtureRequest) -> Any:
 
 
 def _place(item: pytest.Function) -> tuple[Any, str]:
-    """Return the object and the attribute that hold the test's function. Hypothesis has another place for it."""
+    """Return the object that contains the test's function, and the name of the object's attribute.
+
+    For a hypothesis test, another object contains the function than for other tests.
+    """
     holder = getattr(item.obj, "hypothesis", None)
     return (item, "obj") if holder is None else (holder, "inner_test")
 
 
 def _on_ranks(item: pytest.Function) -> Callable[..., Any] | None:
-    """Return the function that runs a simulated test, or a test with ``comm``, on every rank; None for other tests."""
+    """Return a function that runs the test on every rank, if the test is simulated or uses ``comm``; else None."""
     test = getattr(*_place(item))
     if (marker := item.get_closest_marker("simulated")) is not None:
         return _simulated(item, marker, test)
@@ -257,7 +261,10 @@ def _trial(item: pytest.Function, program: Callable[[], Any], asked: _SimulatedA
 
 
 def _refusing(item: pytest.Function, call: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that checks a test's arguments, and turn its error into a test failure of one sentence."""
+    """Call a function that checks the arguments of a test's marker.
+
+    If the function raises an error, fail the test with a short message and without a traceback.
+    """
     from aiocomms.errors import ArgumentError
 
     try:
@@ -268,7 +275,7 @@ def _refusing(item: pytest.Function, call: Callable[..., Any], *args: Any) -> An
 
 
 def _hide_frames() -> None:
-    """Mark aiocomms' modules, so that pytest omits their frames from tracebacks, except with ``--full-trace``."""
+    """Mark aiocomms' modules, so that pytest omits their frames from tracebacks. ``--full-trace`` shows all frames."""
     for name, module in list(sys.modules.items()):
         if name.startswith(("aiocomms.", "aiocomms_")) and not name.startswith("aiocomms.testing.conformance"):
             module.__dict__.setdefault("__tracebackhide__", True)
@@ -295,7 +302,10 @@ def _driven(request: pytest.FixtureRequest) -> str:
 
 @contextmanager
 def _checking() -> Iterator[None]:
-    """Switch on the debug mode, which finds mistakes such as a forgotten await, unless the user has set it."""
+    """Switch on the debug mode within the block, if ``AIOCOMMS_DEBUG`` is not set.
+
+    The debug mode finds mistakes such as a forgotten await.
+    """
     if "AIOCOMMS_DEBUG" in os.environ:
         yield
         return
@@ -334,9 +344,10 @@ async def _aiocomms_anyio_world(request: pytest.FixtureRequest) -> AsyncIterator
 
 
 def _asyncio_worlds() -> ModuleType:
-    """Make a plug-in with one fixture for each scope of a test's loop, because fixture and test must share the loop.
+    """Make a plug-in with one fixture for each possible loop scope of a test (pytest-asyncio's ``loop_scope``).
 
-    This function imports pytest-asyncio, which pytest has already imported.
+    A fixture and its test must have the same loop scope, so that both run on the same event loop. This function imports
+    pytest-asyncio, which pytest has already imported.
     """
     import pytest_asyncio
 
@@ -365,7 +376,10 @@ def _loop_scope(request: pytest.FixtureRequest, marker: pytest.Mark) -> str:
 
 
 def _ask(request: pytest.FixtureRequest) -> _Asked:
-    """Return the world that an indirect parameter describes, or else the world that the closest marker describes."""
+    """Return the arguments of a test's world.
+
+    An indirect parameter of the test gives the arguments. Without such a parameter, the closest marker gives them.
+    """
     marker, param = request.node.get_closest_marker("ranks"), _param(request.node)
     args: tuple[Any, ...] = (DEFAULT_RANKS,)
     kwargs: Mapping[str, Any] = {}
@@ -389,7 +403,7 @@ def _ask(request: pytest.FixtureRequest) -> _Asked:
 
 
 def _param(item: Any) -> Any:
-    """Return the indirect parameter of the fixture ``world``, or else of ``comm``; None if there is none."""
+    """Return a test's indirect parameter for the fixture ``world`` or ``comm``; None if the test has none."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     fixtures = item._fixtureinfo.name2fixturedefs
     found = [params[name] for name in ("world", "comm") if name in params and any(map(_is_ours, fixtures[name]))]

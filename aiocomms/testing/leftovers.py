@@ -15,7 +15,7 @@ from aiocomms.progress.inflight import StartedWork
 class Leftovers:
     """The operations that are pending when a test ends.
 
-    An operation that succeeds while the communicators close is not reported: for example, a send without ``await``.
+    An operation that succeeds while the communicators close, such as a send without ``await``, is not reported.
     Messages of streams are not reported, because an open stream always waits for messages.
     """
 
@@ -30,7 +30,10 @@ class Leftovers:
                     self._pending.append((look.header.brief.rank, item, works[item.seq]))
 
     def report(self) -> str:
-        """Describe the operations that failed because the communicators closed; the text is empty if there are none."""
+        """Return a text that describes the operations that failed because the communicators were closed.
+
+        The text is empty if no operations failed.
+        """
         lines: dict[str, None] = {}
         for rank, item, work in self._pending:
             if work.error is None:

@@ -35,9 +35,9 @@ async def local_world(
     :param size: the number of ranks.
     :param transport: a transport that can run several ranks in one process; None: the simplest such transport.
     :param name: the communicators' name.
-    :param timeout: the deadline in seconds of ops that are called without ``timeout``; None: no deadline. Because of
-        the deadline, a hanging test fails. Over ``local`` on asyncio, an op fails earlier if nothing else can happen on
-        the loop.
+    :param timeout: the deadline in seconds of ops that are called without ``timeout``; None: no deadline. The deadline
+        makes a hanging test fail. With the transport ``local`` on asyncio, an op fails earlier if nothing that could
+        complete the op is pending on the event loop.
     :raises ArgumentError: ``size`` is not a number of ranks, or another argument is wrong.
     :raises UnsupportedOperation: no available transport can run all ranks in one process.
     """
@@ -69,7 +69,10 @@ async def local_world(
 
 @contextmanager
 def _watched(plan: Selection, world: list[Communicator]) -> Iterator[None]:
-    """Watch the loop, if only calls on this thread move the messages between the ranks."""
+    """Watch the event loop within the block for ops that can never complete.
+
+    Do nothing if the ranks' messages may also move by calls on other threads.
+    """
     watch = StrandedWatch(world) if set(plan.names.values()) == {in_process()} else None
     try:
         yield
@@ -89,14 +92,17 @@ class _Meeting:
         self._given: dict[str, tuple[dict[int, bytes], anyio.Event]] = {}
 
     def given(self, key: str) -> tuple[dict[int, bytes], anyio.Event]:
-        """Return the ranks' values by rank, and the event that is set when all values have arrived."""
+        """Return a dict from ranks to values, and the event that is set when the values of all ranks have arrived."""
         if key not in self._given:
             self._given[key] = ({}, anyio.Event())
         return self._given[key]
 
 
 class _Together(StoreRendezvous):
-    """The rendezvous of a rank in memory. Over a store, each rank would need a thread to look for the other ranks."""
+    """The rendezvous of a rank. The ranks exchange their values in memory.
+
+    If the ranks exchanged values through a store, each rank would need a thread that polls the store.
+    """
 
     def __init__(self, meeting: _Meeting, rank: int) -> None:
         here = PrefixStore(f"aiocomms/{meeting.name}", meeting.store)
@@ -120,7 +126,7 @@ class _Together(StoreRendezvous):
 
 
 async def _open(comms: list[Communicator | None], plan: Selection, meeting: _Meeting) -> None:
-    """Open every rank's communicator. If one fails, cancel the others."""
+    """Open every rank's communicator. If one rank's opening fails, cancel the opening of the other ranks."""
     failures: list[Exception] = []
 
     async def open_rank(rank: int) -> None:

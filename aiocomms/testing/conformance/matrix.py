@@ -1,4 +1,7 @@
-"""The matrix: the places in which a check runs. By default, places that cannot change the result are left out."""
+"""The test matrix. Each of its cells is a transport, an event loop and a number of ranks with which a check runs.
+
+By default, a check does not run in cells that cannot change its result.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 PROCESSES = "@processes"
-"""The suffix of a transport's name with which each rank is a process."""
+"""The suffix of a transport's name. With this suffix, each rank runs in its own process."""
 
 APART = (2, 3)
-"""The numbers of ranks for a transport in processes that also runs in one process."""
+"""The numbers of ranks in separate processes, if the checks also run the same transport in one process."""
 
 
 class Marks(NamedTuple):
@@ -18,13 +21,13 @@ class Marks(NamedTuple):
     sizes: tuple[int, ...]
     """The numbers of ranks on which the check runs."""
     more: tuple[int, ...] = ()
-    """The numbers of ranks on which the check runs with ``--full`` only."""
+    """The numbers of ranks on which the check runs only if the option ``--full`` is given."""
     loops: bool = False
-    """True if the check exercises differences between the event loops."""
+    """True if the result of the check can differ between the event loops."""
     core: bool = False
     """True if the core decides the outcome before the core calls a transport."""
     memory: bool = False
-    """True if the outcome can differ when the ranks are processes, and so share no memory."""
+    """True if the outcome can differ when the ranks run in separate processes, which share no memory."""
 
 
 class Subject(NamedTuple):
@@ -34,13 +37,13 @@ class Subject(NamedTuple):
     """The name of the transport in the id of a check."""
     transport: str | dict[str, str]
     processes: bool = False
-    """True if each rank is a process."""
+    """True if each rank runs in its own process."""
     native: bool = False
     """True if the transport has native shortcuts, which replace parts of the core."""
 
 
 class Cell(NamedTuple):
-    """A place in which a check runs."""
+    """A cell of the matrix: a transport, an event loop and a number of ranks with which a check runs."""
 
     subject: Subject
     loop: str
@@ -50,12 +53,12 @@ class Cell(NamedTuple):
 def cells(
     marks: Marks, subjects: Sequence[Subject], loops: Sequence[str], sizes: Collection[int] | None, full: bool
 ) -> list[Cell]:
-    """Return the places in which a check runs.
+    """Return the cells of the matrix in which a check runs.
 
     :param subjects: the chosen transports.
     :param loops: the chosen loops.
-    :param sizes: the chosen numbers of ranks; None: all numbers that the check names.
-    :param full: True if the check runs in every chosen place, even if the place cannot change the result.
+    :param sizes: the chosen numbers of ranks; None: all numbers that the check declares.
+    :param full: True if the check runs in every chosen cell, even if the cell cannot change the result.
     """
     return [
         Cell(subject, loop, size)

@@ -1,4 +1,7 @@
-"""Wrong arguments: the call sends nothing, and raises an error that names the argument. The next operation works."""
+"""Calls with wrong arguments. Such a call sends nothing, and raises an error that names the argument.
+
+The next operation works.
+"""
 
 from __future__ import annotations
 
@@ -75,18 +78,18 @@ GOOD: dict[str, Callable[[Communicator], Arguments]] = {
     "gather_object": lambda c: {"obj": 1, "root": 0},
     "scatter_object": lambda c: {"objs": [1] * c.size, "root": c.rank},
 }
-"""Correct arguments of each operation. This rank is the root if the root's arguments need more checks."""
+"""Correct arguments of each operation. If a collective has arguments that only its root uses, this rank is the root."""
 
 WRITTEN = {
     "tensor": {"broadcast", "all_reduce", "reduce", "scan", "exscan", "recv"},
     "output": set(GOOD),
     "outputs": set(GOOD),
 }
-"""The operations that write a parameter's tensors, by parameter."""
+"""The names of the operations that write the tensors passed as a parameter. The keys are the parameters."""
 
 
 class Subclass(torch.Tensor):
-    """A subclass of tensors, whose data may be in memory of another object."""
+    """A subclass of :class:`torch.Tensor`. The data of such a tensor may be in the memory of another object."""
 
 
 def _resized(comm: Communicator) -> Tensor:
@@ -332,7 +335,10 @@ async def test_input_that_requires_grad_is_accepted(comm: Communicator, case: Ca
 
 @ranks(2)
 async def test_strides_of_a_tensor_of_at_most_one_element_are_accepted(comm: Communicator, case: Case) -> None:
-    """A tensor of at most one element is contiguous with any strides. A slice keeps the strides of its base."""
+    """A tensor of at most one element is contiguous, whatever its strides are.
+
+    For example, a slice with one element has the strides of the tensor from which it was made.
+    """
     many = torch.arange(16.0, device=comm.device) + comm.rank
     odd = [many[1::2][:1], many.view(4, 4)[:1, ::4], torch.empty_strided((0, 3), (0, 0), device=comm.device)]
     odd += [many[8:].to(torch.int16)[::3][:1], torch.empty_strided((), (), device=comm.device).fill_(comm.rank)]

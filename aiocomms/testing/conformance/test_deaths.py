@@ -1,4 +1,4 @@
-"""Deaths: the transport reports each dead rank, and no living rank."""
+"""Deaths of ranks. The transport reports each dead rank, and does not report a living rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ async def test_death_of_a_rank_ends_pending_ops_with_its_number(comm: Communicat
 @pytest.mark.clock
 @ranks(2)
 async def test_living_rank_gives_new_signs_of_life(comm: Communicator, case: Case) -> None:
-    """A transport without signs of life returns None, and its connections report deaths."""
+    """The transport's ``last_heard`` returns None, or after some time returns a newer time for the other rank.
+
+    A transport that returns None does not ask ranks for answers. Such a transport detects deaths by its connections.
+    """
     for transport in dict.fromkeys(comm._core.by_family.values()):
         began = time.monotonic()
         while (signs := transport.last_heard()) is not None and signs[1 - comm.rank] <= began:  # noqa: ASYNC110

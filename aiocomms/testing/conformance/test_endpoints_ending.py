@@ -74,7 +74,7 @@ async def test_connections_that_are_never_accepted_release_their_resources(comm:
 @pytest.mark.memory
 @ranks(2)
 async def test_abort_of_a_peer_ends_only_its_connection(comm: Communicator, case: Case) -> None:
-    """The hooks of the connection run, and its ops fail on both sides. Another connection goes on."""
+    """The hooks of the connection run, and its ops fail on both sides. The endpoint's other connection stays usable."""
     async with connected(comm, case) as (here, peer):
         transport, device = case.place.transport, case.place.device
         async with open_endpoint(transport, device, timeout=case.place.deadline) as second:
@@ -120,7 +120,7 @@ async def test_idle_endpoint_never_wakes_the_loop(comm: Communicator, case: Case
 @pytest.mark.clock
 @ranks(2)
 async def test_attach_to_an_unresponsive_peer_times_out_alone(comm: Communicator, case: Case) -> None:
-    """The attach misses its deadline, and only the attach fails. The connection stays usable."""
+    """The attach does not end before its deadline, and only the attach fails. The connection stays usable."""
     case.need_processes()
     async with connected(comm, case) as (here, peer):
         if comm.rank == 1:

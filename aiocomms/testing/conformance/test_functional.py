@@ -27,7 +27,10 @@ NAMES = {
 
 
 def awkward(content: Tensor, comm: Communicator) -> Tensor:
-    """Copy a tensor. A copy of floats requires grad. A copy with several dimensions is not contiguous."""
+    """Copy a tensor. If its dtype is floating-point, the copy requires grad.
+
+    If the tensor has several dimensions, the copy is not contiguous.
+    """
     if content.dim() > 1:
         content = content.transpose(0, 1).contiguous().transpose(0, 1)
     return content.to(comm.device).requires_grad_(content.is_floating_point())

@@ -1,4 +1,4 @@
-"""Lanes that one rank aborts: these lanes end on all ranks, and the communicator and its other lanes go on."""
+"""Lanes that one rank aborts. Such a lane is aborted on all ranks. The communicator and its other lanes stay usable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aiocomms.testing.conformance.case import Case, ranks
 from aiocomms.testing.conformance.test_lanes import number, reduced, shuffled
 
 LARGE = 40_000
-"""The elements of a tensor that no transport sends before the matching receive."""
+"""The number of elements of a large tensor, which no transport sends before the matching receive is posted."""
 
 
 async def goes_on(comm: Communicator, case: Case) -> None:
@@ -27,7 +27,10 @@ async def goes_on(comm: Communicator, case: Case) -> None:
 
 
 async def refused(comm: Communicator, key: Any, why: str) -> None:
-    """Check that an op of a lane fails, at the call or later, with the first reason for the abort of the lane."""
+    """Check that an op of an aborted lane fails, at the call or later.
+
+    The error contains the reason of the first abort of the lane.
+    """
     with pytest.raises(LaneAbortedError, match=why) as caught:
         await comm.lane(key).barrier()
     assert f"lane {key}" in str(caught.value)
@@ -76,7 +79,7 @@ async def test_exception_that_leaves_the_lane_block_aborts_the_lane(comm: Commun
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_task_cancelled_in_the_lane_block_aborts_the_lane(comm: Communicator, case: Case) -> None:
-    """The request also ends on the other ranks, as is necessary when a client disconnects."""
+    """The lane is also aborted on the other ranks. A server needs this when a client disconnects during a request."""
     case.need_any_order()
     others = range(1, comm.size)
     if comm.rank == 0:
@@ -98,7 +101,7 @@ async def test_task_cancelled_in_the_lane_block_aborts_the_lane(comm: Communicat
 @pytest.mark.memory
 @ranks(2, 3)
 async def test_lane_abort_releases_a_send_that_is_never_received(comm: Communicator, case: Case) -> None:
-    """A large message waits for a receive that never comes, unless the transport has buffered the message."""
+    """A large message waits for its receive, which is never called. Some transports buffer the message instead."""
     case.need_any_order()
     lane, last = comm.lane("large"), comm.size - 1
     works: list[Work[Any]] = []
@@ -122,7 +125,7 @@ async def test_lane_abort_releases_a_send_that_is_never_received(comm: Communica
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_lane_abort_reaches_a_rank_that_has_used_no_lane(comm: Communicator, case: Case) -> None:
-    """The rank learns of the abort when it uses its first lane."""
+    """The rank gets the error of the abort when it uses its first lane."""
     case.need_any_order()
     if comm.rank == 0:
         comm.lane("early").abort("before anybody called")
@@ -174,7 +177,7 @@ async def test_lane_abort_from_another_thread_ends_the_lane(comm: Communicator, 
 
 @ranks(3, more=(2,))
 async def test_failing_requests_leave_other_lanes_right(comm: Communicator, case: Case) -> None:
-    """Every fifth request fails on one rank, before one of its collectives. All other requests get right results."""
+    """Every fifth request fails on one rank, before one of its collectives. All other requests get correct results."""
     case.need_any_order()
     same = random.Random(case.seed)
     plan = {key: (same.randrange(comm.size), same.randrange(4)) for key in range(0, 60, 5)}

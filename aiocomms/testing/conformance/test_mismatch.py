@@ -1,4 +1,4 @@
-"""Ranks that disagree on an operation: every rank gets an error, and no rank gets wrong data."""
+"""Ranks that call different operations. Every rank gets an error, and no rank gets wrong data."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def test_collectives_called_in_swapped_order_raise_mismatch_error(comm: Co
 
 
 def need_comparison(case: Case) -> None:
-    """Skip the check if the ranks' operations are compared neither by the transport nor by the core."""
+    """Skip the check if neither the transport nor the core compares the operations of the ranks."""
     if not case.native(ops.AllReduce):
         raise unittest.SkipTest("collectives made of messages do not compare what the ranks do")
     if not case.capabilities("collectives").detects_mismatch:
@@ -111,7 +111,7 @@ def need_comparison(case: Case) -> None:
 
 
 def call(comm: Communicator, start: Call) -> Work[object] | None:
-    """Call a collective; return None if this rank already knows of the disagreement."""
+    """Call a collective, and return its work; return None if this rank already has the error of the mismatch."""
     try:
         return start(comm)
     except CommAbortedError:

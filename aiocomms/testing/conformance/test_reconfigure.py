@@ -1,4 +1,4 @@
-"""Reconfiguration of a communicator that is not lost, to all its ranks or to fewer."""
+"""Reconfiguration of a communicator that is not lost. The new communicator has all ranks or fewer ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def works(comm: Communicator) -> None:
 @pytest.mark.memory
 @ranks(2, 3, more=(1,))
 async def test_reconfigure_closes_its_predecessor_and_can_be_repeated(comm: Communicator, case: Case) -> None:
-    """The call closes the predecessor like ``aclose``: a matched op completes, and an unmatched op fails."""
+    """The call closes the old communicator, as ``aclose`` does. A matched op completes, and an unmatched op fails."""
     first = await case.open("first")
     summing = first.all_reduce(torch.ones(SHAPE, device=comm.device))
     waiting = None
@@ -48,9 +48,9 @@ async def test_reconfigure_closes_its_predecessor_and_can_be_repeated(comm: Comm
 @pytest.mark.memory
 @ranks(3, more=(4,))
 async def test_reconfigure_to_fewer_ranks_shuts_out_the_others(comm: Communicator, case: Case) -> None:
-    """A rank that is left out learns that the other ranks have closed the communicator.
+    """The ops of an excluded rank fail, because the other ranks have closed the communicator.
 
-    It cannot reconfigure the communicator.
+    The excluded rank cannot reconfigure the communicator.
     """
     old = await case.open("old")
     left = [rank for rank in range(comm.size) if rank != 1]
@@ -73,7 +73,7 @@ async def test_reconfigure_to_fewer_ranks_shuts_out_the_others(comm: Communicato
 @pytest.mark.clock
 @ranks(2, more=(3,))
 async def test_reconfigure_without_a_rank_times_out_and_keeps_the_communicator(comm: Communicator, case: Case) -> None:
-    """The communicator stays usable, and a second attempt with all ranks succeeds."""
+    """The communicator stays usable after the timeout, and a second attempt with all ranks succeeds."""
     old = await case.open("old")
     if comm.rank:
         await case.told("late", 0)

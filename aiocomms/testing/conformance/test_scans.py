@@ -1,4 +1,4 @@
-"""Prefix reductions: the results of all ranks, also in lanes and threads, with deadlines and cancellation."""
+"""The results of prefix reductions on all ranks, for example in lanes, in threads and after cancellations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def number(comm: Communicator | Portal, value: float) -> Tensor:
 @pytest.mark.core
 @ranks(1, 2, 3, 4, 7)
 async def test_scan_and_exscan_reduce_the_preceding_ranks(comm: Communicator, case: Case) -> None:
-    """The scans compute where each rank's rows begin and end in one array: rank ``r`` has ``r + 1`` rows."""
+    """Rank ``r`` has ``r + 1`` rows of one array. The scans compute where each rank's rows begin and end."""
     before = sum(range(comm.rank + 1))
     assert (await comm.exscan(number(comm, comm.rank + 1))).tolist() == [before]
     assert (await comm.scan(number(comm, comm.rank + 1))).tolist() == [before + comm.rank + 1]
@@ -51,7 +51,7 @@ OF_NONE: dict[torch.dtype, dict[str, float]] = {
 
 @ranks(1, 2)
 async def test_exscan_gives_rank_0_the_neutral_element(comm: Communicator, case: Case) -> None:
-    """No rank precedes rank 0, so it gets the neutral element; rank 1 gets rank 0's tensor."""
+    """No rank precedes rank 0, so rank 0 gets the neutral element. Rank 1 gets rank 0's tensor."""
     for dtype, wanted in OF_NONE.items():
         content = case.numbers(dtype, (5,), 0)
         for kind, value in wanted.items():
@@ -62,7 +62,7 @@ async def test_exscan_gives_rank_0_the_neutral_element(comm: Communicator, case:
 
 @ranks(3, more=(2, 7))
 async def test_scans_in_lanes_stay_apart(comm: Communicator, case: Case) -> None:
-    """The ranks begin the lanes in different orders. Scans and exscans with two operators do not mix within a lane."""
+    """The ranks use the lanes in different orders. In a lane, scans and exscans with two operators do not interfere."""
     keys = [(i + comm.rank) % 5 for i in range(5)]
     works = {
         key: [f(number(comm, key + 1), op) for f in (lane.scan, lane.exscan) for op in (ReduceOp.SUM, ReduceOp.BOR)]
@@ -78,7 +78,7 @@ async def test_scans_in_lanes_stay_apart(comm: Communicator, case: Case) -> None
 @pytest.mark.memory
 @ranks(2, 3)
 async def test_cancelled_scan_completes_on_all_ranks(comm: Communicator, case: Case) -> None:
-    """The last rank's await is cancelled before the first rank calls. The operation still completes."""
+    """The last rank cancels its await before the first rank calls the scan. The operation nevertheless completes."""
     contents = [case.numbers(torch.int64, (9,), r) for r in range(comm.size)]
     slot = case.full(contents[comm.rank])
     last = comm.size - 1
@@ -113,7 +113,10 @@ async def test_scan_past_its_deadline_aborts_the_communicator(comm: Communicator
 async def test_scan_whose_ranks_disagree_loses_the_communicator_on_all_ranks(
     comm: Communicator, case: Case, what: str
 ) -> None:
-    """The last rank calls another op. The other ranks need no data from the last rank, but still get the error."""
+    """The last rank's call differs from the calls of the other ranks, which nevertheless get the error.
+
+    The other ranks do not need any data from the last rank.
+    """
     if what == "operation" and not case.native(ops.Scan):
         raise unittest.SkipTest("collectives made of messages compare sizes and dtypes alone")
     tensor = torch.ones(6 + (what == "size" and comm.rank), device=comm.device)

@@ -1,4 +1,4 @@
-"""``Work``, the handle of an operation: awaits by many tasks, queries, callbacks, and blocking waits."""
+"""Checks of ``Work``, the handle of an operation: awaits by many tasks, queries, callbacks, and blocking waits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from aiocomms.transport import Transport
 
 SHAPE = (6,)
 LARGE = 2**18
-"""A large number of elements. A transport may send so many elements in another way than a few."""
+"""A large number of elements. A transport may send a large tensor in another way than a small one."""
 
 
 def ones(comm: Communicator) -> torch.Tensor:
@@ -34,7 +34,7 @@ def ones(comm: Communicator) -> torch.Tensor:
 def late(comm: Communicator, case: Case) -> tuple[Slot, Work[torch.Tensor]]:
     """Start a broadcast on rank 1.
 
-    The broadcast stays pending until rank 1 sends the note ``"go"``: then rank 0 calls the broadcast, too.
+    The broadcast stays pending until rank 1 sends the note ``"go"``. Rank 0 calls the broadcast when it gets the note.
     """
     assert comm.rank == 1
     slot = case.empty(torch.int32, SHAPE)
@@ -42,7 +42,7 @@ def late(comm: Communicator, case: Case) -> tuple[Slot, Work[torch.Tensor]]:
 
 
 async def serve(comm: Communicator, case: Case) -> None:
-    """Do rank 0's part of :func:`late`."""
+    """Call the broadcast of :func:`late` on rank 0, when rank 1 has sent the note."""
     await case.told("go", 1)
     await comm.broadcast(case.full(case.bits(torch.int32, SHAPE)).tensor, 0)
 
@@ -231,7 +231,7 @@ async def test_each_awaiter_of_a_failed_work_gets_its_own_traceback(comm: Commun
 @pytest.mark.core
 @ranks(2)
 async def test_completed_work_keeps_its_result_after_close(comm: Communicator, case: Case) -> None:
-    """A work that is done does not change."""
+    """The result of a done work does not change when the communicator is closed."""
     other = await case.open("other")
     slot = case.full(case.bits(torch.int32, SHAPE)) if comm.rank == 0 else case.empty(torch.int32, SHAPE)
     work = other.broadcast(slot.tensor, 0)
@@ -335,7 +335,7 @@ async def test_hooks_run_once_for_each_operation(comm: Communicator, case: Case)
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_post_hook_learns_start_and_outcome_of_each_operation(comm: Communicator, case: Case) -> None:
-    """Each operation that reaches a pre-hook reaches the post-hooks once, even if it could not be posted."""
+    """The post-hooks are called once for each operation that called a pre-hook, even if the op was not posted."""
     told: list[tuple[int, str, bool]] = []
     before = time.monotonic()
 
@@ -371,7 +371,10 @@ async def test_post_hook_learns_start_and_outcome_of_each_operation(comm: Commun
 @ranks(2)
 @pytest.mark.parametrize("count", [3, LARGE])
 async def test_storage_moved_during_an_op_is_an_error(comm: Communicator, case: Case, count: int) -> None:
-    """The move is an error of the op, or torch refuses the move and the op succeeds. No other memory is written."""
+    """The op fails if its tensor's storage moves. If torch refuses to move the storage, the op succeeds.
+
+    In both cases, no other memory is written.
+    """
     case.need("p2p")
     if comm.device.type != "cpu" or not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
         raise unittest.SkipTest("the memory is a GPU's, or this torch has no way to keep it")

@@ -1,4 +1,4 @@
-"""The rank of the calling program in a simulation, and its access to the simulated world."""
+"""The function ``here``, with which a simulated program gets its rank and its simulated world."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class SimulatedRank(NamedTuple):
     world: SimulatedWorld
 
     def launched_as(self, job: str, rank: int, size: int) -> None:
-        """Make the calling process a rank of one of several jobs. ``new_comm()`` then finds the job's ranks.
+        """Make the calling process a rank of a job, if the simulation has several jobs.
+
+        A later ``new_comm()`` in this process then connects the ranks of this job.
 
         :param job: the job's name. Each job has its own store.
         :param rank: this process's rank in the job.

@@ -1,4 +1,4 @@
-"""The event loop of a simulated process: an asyncio loop in virtual time, without descriptors.
+"""The event loop of a simulated process, which is an asyncio loop in virtual time and without file descriptors.
 
 Callbacks run in the order of their registration, as asyncio promises. The seed decides when timers, messages and
 threads reach the loop. So the seed also decides the order in which the processes run.
@@ -22,7 +22,10 @@ from aiocomms.testing.simulation.threads import run_in_thread
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
 _MOST_CALLBACKS = 10_000
-"""The most callbacks at one moment of virtual time. Then time passes, even if a task polls by ``sleep(0)``."""
+"""The largest number of callbacks that run at one moment of virtual time.
+
+The limit ensures that virtual time passes even if a task polls with ``sleep(0)``.
+"""
 _REFUSED = (
     *("add_reader", "add_signal_handler", "add_writer", "connect_accepted_socket", "connect_read_pipe"),
     *(
@@ -51,13 +54,13 @@ class SimulatedTask(asyncio.Task[Any]):
 
 
 class SimulatedLoop(asyncio.AbstractEventLoop):
-    """The event loop of one process. The world runs the loop's turns."""
+    """The event loop of one process. The simulated world calls :meth:`turn`."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._ready: deque[asyncio.Handle] = deque()
         self._coming: deque[asyncio.Handle] = deque()
-        """The callbacks of :meth:`call_soon_threadsafe` that have not reached the loop."""
+        """The callbacks that :meth:`call_soon_threadsafe` has accepted and that have not reached the loop."""
         self._numbers = itertools.count(1)
         self._made: list[weakref.ref[SimulatedTask]] = []
         self._handler: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None = None
@@ -147,12 +150,12 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return timer
 
     def fire(self, timer: asyncio.TimerHandle) -> None:
-        """Make a timer's callback ready, unless the timer was cancelled."""
+        """Make a timer's callback ready, if the timer was not cancelled."""
         if not timer.cancelled():
             self._ready.append(timer)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Do nothing: :meth:`fire` skips a cancelled timer."""
+        """Do nothing, because :meth:`fire` ignores a cancelled timer."""
 
     def create_future(self) -> asyncio.Future[Any]:
         """See :class:`asyncio.AbstractEventLoop`."""
@@ -178,7 +181,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return self.create_task(run_in_thread(self._timeline, lambda: func(*args)))
 
     def get_task_factory(self) -> None:
-        """Return None: each task is a :class:`SimulatedTask`."""
+        """Return None, because programs cannot replace the task factory. Each task is a :class:`SimulatedTask`."""
 
     def get_debug(self) -> bool:
         """See :class:`asyncio.AbstractEventLoop`."""
@@ -215,14 +218,14 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             self.default_exception_handler({"message": told, "exception": error})
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
-        """Record the error, so that the history fails."""
+        """Record the error, so that this history (this simulated run) fails."""
         self._timeline.report(context)
 
     async def shutdown_asyncgens(self) -> None:
-        """Do nothing: generators end with the history."""
+        """Do nothing, because asynchronous generators end when the history (the simulated run) ends."""
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        """Do nothing: no executor has threads."""
+        """Do nothing, because the default executor of this loop has no threads."""
 
 
 def _refused(name: str) -> Callable[..., NoReturn]:

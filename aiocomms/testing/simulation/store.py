@@ -34,7 +34,7 @@ class StoreService:
         return self.dead or (self.process is not None and self.process.over)
 
     def perform(self, what: str, args: tuple[Any, ...]) -> Any:
-        """Carry out a request."""
+        """Execute a request of a client."""
         return perform(self._kept, what, args)
 
 
@@ -42,9 +42,9 @@ class SimulatedStore(JobStore):
     """The client of a store. A partition between the client's process and the store's process delays the answers."""
 
     def __init__(self, service: StoreService, network: SimulatedNetwork, running: Callable[[], Timeline]) -> None:
-        """Use a service.
+        """Connect to a service.
 
-        :param running: returns the running process.
+        :param running: a function that returns the process that currently runs.
         """
         Store.__init__(self)
         self._service, self._network, self._running = service, network, running
@@ -53,7 +53,11 @@ class SimulatedStore(JobStore):
         self.set_timeout(timedelta(seconds=300))
 
     def reach(self, seconds: float) -> bool:
-        """Block until the service answers; return False if it does not answer within some seconds."""
+        """Block until the service answers, and return True.
+
+        :param seconds: the largest number of seconds to block.
+        :returns: False if the service is dead or does not answer in this time.
+        """
         there, ends = self._service.process, clock.now() + seconds
         while there is not None and not self._service.over:
             held = self._network.held(self._running(), there)

@@ -1,4 +1,7 @@
-"""The files of a failed history: the ranks' flight recorders (their last operations), and all events."""
+"""The files of a failed history (a failed simulated run).
+
+The files contain the ranks' flight recorders, with the last operations of each rank, and all events.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def write_trace(world: SimulatedWorld, folder: Path, seed: str, error: BaseException) -> None:
-    """Write the files of a failed history for ``aiocomms trace``. Existing files are not replaced.
+    """Write the files of a failed history, which ``aiocomms trace`` can read. Existing files are not replaced.
 
     :raises OSError: a file exists already, or cannot be written.
     """
@@ -39,7 +42,11 @@ def write_trace(world: SimulatedWorld, folder: Path, seed: str, error: BaseExcep
 
 
 def _snapshots(world: SimulatedWorld, process: Process, reason: str) -> Iterator[Snapshot]:
-    """Yield a snapshot of each communicator of a process, at the communicator's loss or at the process's end."""
+    """Yield a snapshot of each communicator of a process.
+
+    If the communicator was lost, the snapshot shows its state at the loss. Otherwise the snapshot shows its state at
+    the end of the process.
+    """
     records = {record.recorder: record for record in process.state.get(dumps.RECORDS, ())}
     if process.over:
         reason = happenings.DIED if process.dead else "the rank has ended"

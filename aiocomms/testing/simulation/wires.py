@@ -1,6 +1,7 @@
-"""The connections of endpoints in a simulation. The classes have the protocols of :mod:`aiocomms.lowlevel.lines`.
+"""The connections of endpoints in a simulation. The classes implement protocols of :mod:`aiocomms.lowlevel.lines`.
 
-A blocking call waits in a simulated thread, for an event of the thread's process.
+A blocking call runs in a simulated thread. The call waits for an event of the simulated process to which the thread
+belongs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Proof(NamedTuple):
 
 
 class Admitted(NamedTuple):
-    """The answer to the proof."""
+    """The answer to the proof. The answer says whether the proof was valid."""
 
     proved: bool
 
@@ -40,10 +41,11 @@ class SimulatedLine:
     """See :class:`aiocomms.lowlevel.lines.EndpointLine`."""
 
     def __init__(self, conduit: SimulatedConduit, host: str, seconds: float = 0) -> None:
-        """Take over a connection, which :meth:`close` closes.
+        """Store a connection, which :meth:`close` closes.
 
         :param host: the host of the other end.
-        :param seconds: the time for all waits on the line together, until :meth:`extend` sets a new time.
+        :param seconds: the time after which every wait on this line fails, in seconds from now. :meth:`extend` sets a
+            new time.
         """
         self._conduit, self.host = conduit, host
         self._ends = clock.now() + seconds
@@ -148,7 +150,7 @@ class SimulatedReception:
     """See :class:`aiocomms.lowlevel.lines.Reception`."""
 
     def __init__(self, network: SimulatedNetwork, host: str, driver: ReceptionDriver) -> None:
-        """Listen.
+        """Listen for connections.
 
         :param host: an address of this host.
         """
