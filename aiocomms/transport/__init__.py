@@ -1,4 +1,4 @@
-"""The plug-in contract for authors of transports: this package exports all its names."""
+"""The contract of transport plug-ins. Authors of transports import its names from this package."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The plug-in contract: the methods of a transport, their arguments, and the guarantees of both sides.
+"""The contract of transport plug-ins: the methods of a transport, their arguments, and the guarantees of both sides.
 
-``docs/transports.md`` builds a transport step by step. The package ``transports/local`` carries every op in four small
-files.
+``docs/transports.md`` builds a transport step by step. The package ``transports/local`` implements every op in four
+small files.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from aiocomms.errors import CommError, UnsupportedOperation
 from aiocomms.ops.reductions import ReduceOp
 
 OP_RESULT = object()
-"""The argument of :meth:`Completion.complete` that means the op's own result."""
+"""A value for :meth:`Completion.complete`. With this value, the result of the work is the result of the op's record."""
 
 
 class Completion(Protocol):
-    """The object that a transport completes with an op's outcome: a user's ``Work``, or a step of a lowered op."""
+    """The object through which a transport reports the result or the error of an op.
+
+    The object is a user's ``Work``, or a message of an op that the core lowers to messages.
+    """
 
     @property
     def op(self) -> ops.Op:
@@ -38,20 +41,24 @@ class Completion(Protocol):
         """Return whether the op has completed, has failed, or was abandoned by the communicator."""
 
     def complete(self, value: Any = OP_RESULT) -> None:
-        """Complete the op on this rank. Call this once, on the loop's thread.
+        """Complete the op on this rank. Call this method once, on the loop's thread.
 
-        :param value: the result of the work; by default the op's own result.
+        :param value: the result of the work. The default is the result of the op's record.
         """
 
     def fail(self, error: CommError) -> None:
-        """Fail the op. Call this once, on the loop's thread, when the network no longer uses the op's buffers.
+        """Fail the op. Call this method once, on the loop's thread, when the network no longer uses the op's buffers.
 
-        With a :class:`~aiocomms.errors.CapturedWorkError`, the op is a part of a CUDA graph, and never completes.
+        A :class:`~aiocomms.errors.CapturedWorkError` means that the op was captured into a CUDA graph. Such an op never
+        completes.
         """
 
 
 def conclude(work: Completion, outcome: Any = OP_RESULT) -> None:
-    """End a work with its value or with its error, a :class:`CommError`, unless the work has already ended."""
+    """End a work, if the work has not already ended.
+
+    :param outcome: the error of the work if it is a :class:`CommError`, else the result of the work.
+    """
     if work.done():
         return
     if isinstance(outcome, CommError):
@@ -69,17 +76,17 @@ class Rendezvous(Protocol):
     device: torch.device
     timeout: float
     store: Store | None
-    """The torch store in which the ranks met; None: there is no store, or not yet."""
+    """The torch store through which the ranks form the communicator; None if no store exists, or none exists yet."""
     hosts: Sequence[str]
     """The known addresses of other ranks' hosts."""
     home: dict[Any, Any] | None
-    """The state that all connections of an endpoint share. A transport keeps its own data under its own key.
+    """The state that all connections of an endpoint share, or None if the communicator does not belong to an endpoint.
 
-    None: the communicator belongs to no endpoint.
+    A transport stores its own data under its own key.
     """
 
     def left(self) -> float:
-        """Return the seconds that are left of the timeout.
+        """Return the remaining seconds of the timeout.
 
         The timeout starts when this rank starts to open the communicator. A negative result means that the timeout has
         passed.
@@ -88,30 +95,33 @@ class Rendezvous(Protocol):
     async def exchange(self, key: str, value: bytes) -> list[bytes]:
         """Publish this rank's value, and return all ranks' values in rank order.
 
-        The exchange does not block the loop, and takes at most the timeout.
+        The exchange does not block the loop, and ends at the latest when the timeout has passed.
 
-        :param key: the name of the exchange, used once per communicator.
-        :param value: this rank's value, at most 64 KiB.
-        :raises CommTimeoutError: a rank did not arrive; the message names the rank.
+        :param key: the name of the exchange. A communicator uses each name only once.
+        :param value: this rank's value, which has at most 64 KiB.
+        :raises CommTimeoutError: a rank did not publish its value before the timeout. The message names the rank.
         :raises StoreLostError: the store is lost.
-        :raises AuthError: a rank's value is not signed with this job's token; the message names the rank.
+        :raises AuthError: a rank's value is not signed with this job's token. The message names the rank.
         """
 
     def secret(self, purpose: str) -> bytes:
-        """Return a key of 32 bytes, the same on all ranks. If the job has no token, any process can compute the key."""
+        """Return a key of 32 bytes. All ranks get the same key.
+
+        If the job has no token, any process can compute the key.
+        """
 
     async def run(self, what: str, call: Callable[[], Any]) -> Any:
-        """Run a blocking call in a separate thread, and wait for the call at most the timeout.
+        """Run a blocking call in a separate thread, and wait until the call returns or the timeout has passed.
 
-        :param what: a description of the call, for the error's message.
-        :raises CommTimeoutError: the call takes longer than the timeout. The thread keeps running.
+        :param what: a description of the call, which the error's message contains.
+        :raises CommTimeoutError: the call has not returned before the timeout. The thread continues to run.
         """
 
 
 class SideChannel(Protocol):
-    """The state of the connections that :meth:`Transport.say` can still use after the communicator is lost.
+    """The state of the connections through which :meth:`Transport.say` sends notes after the communicator is lost.
 
-    Any thread may call these methods.
+    Any thread may call the methods of this class.
     """
 
     def gone(self, rank: int) -> bool:
@@ -122,27 +132,29 @@ class SideChannel(Protocol):
 
 
 OpTypes = frozenset[type[ops.Op]]
-"""Some types of ops."""
+"""A set of op types."""
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """The operations that a transport can carry. The core lowers other operations to these, or refuses them.
+    """The operations that a transport supports.
 
-    :param ops: the op types that :meth:`Transport.post` takes.
-    :param devices: the types of devices whose tensors the transport takes, such as ``{"cpu"}``.
-    :param reductions: for each dtype that the transport reduces natively, the operators' names; None: all operators
-        that are defined for the dtype.
+    The core executes other operations by means of supported operations, or refuses them.
+
+    :param ops: the op types that :meth:`Transport.post` accepts.
+    :param devices: the types of devices whose tensors the transport accepts, such as ``{"cpu"}``.
+    :param reductions: the names of the operators that the transport supports for each dtype. None: for each dtype, the
+        transport supports all operators that are defined for the dtype.
     :param fifo: whether ops complete in the order in which they are posted, so that a waiting op delays later ops.
-    :param in_process: whether all ranks may be tasks of one process.
+    :param in_process: whether all ranks may run as tasks of one process.
     :param simulated: whether the transport is the network of a simulation.
-    :param detects_mismatch: whether ranks whose collectives differ get an error before any of these collectives
-        completes.
-    :param rounds_each_step: dtypes whose sums the transport rounds after each rank's contribution, and not only at the
-        end.
-    :param lanes: the collectives that a :class:`~aiocomms.transport.LaneTransport` takes in lanes; the core lowers all
-        other collectives of lanes to messages.
-    :param spin: the number of turns of the loop for which :meth:`Transport.progress` is polled before the loop waits
-        for the descriptor; 0 if another thread, or the call of a peer in this process, completes the ops.
+    :param detects_mismatch: whether the ranks get an error if they call different collectives. The error must come
+        before any of these collectives completes.
+    :param rounds_each_step: the dtypes whose sums the transport rounds after it has added each rank's contribution. For
+        other dtypes, the transport rounds only the complete sum.
+    :param lanes: the collectives that a :class:`~aiocomms.transport.LaneTransport` accepts in lanes. The core lowers
+        all other collectives of lanes to messages.
+    :param spin: the number of loop iterations in which the core polls :meth:`Transport.progress` before the loop waits
+        for the descriptor. Set 0 if another thread, or a peer in this process, completes the ops.
     """
 
     ops: OpTypes
@@ -157,45 +169,46 @@ class Capabilities(msgspec.Struct, frozen=True):
     spin: int = 0
 
     def reduces(self, op: ReduceOp, dtype: torch.dtype) -> bool:
-        """Return whether the transport reduces ``dtype`` with ``op`` natively."""
+        """Return whether the transport itself can reduce tensors of ``dtype`` with ``op``."""
         return self.reductions is None or op.kind in self.reductions.get(dtype, ())
 
 
 class Transport(ABC):
-    """A plug-in that carries ops between the ranks of one communicator.
+    """A plug-in that executes ops between the ranks of one communicator.
 
     Any thread may call :meth:`abort`, :meth:`waiting_for`, :meth:`last_heard`, :meth:`say` and :meth:`shared_memory`.
     All other methods of an instance are called on the thread of the loop that opened the instance.
 
-    The description of each method states the effect of an exception. If an exception means that the transport is
-    *broken*, the communicator is lost, and the peers are notified. The :class:`CommError` of the loss names the
-    transport, the method and the exception. The threads of the core and all other communicators continue. See
-    ``aiocomms.progress.guard``.
+    The description of each method states the effect of an exception that the method raises. If an exception means that
+    the transport is *broken*, the communicator is lost, and the peers are notified. The :class:`CommError` that reports
+    this loss names the transport, the method and the exception. The threads of the core and all other communicators
+    continue. See ``aiocomms.progress.guard``.
     """
 
     capabilities: Capabilities
-    """The operations that the transport can carry.
+    """The operations that the transport supports.
 
-    This is a class attribute. An instance may replace it by a smaller set.
+    This attribute is a class attribute. An instance may set an attribute with fewer operations.
     """
 
     cuda: Any = None
-    """The ``aiocomms.cuda.Cuda`` through which the transport calls CUDA; None: the transport's ops ignore CUDA streams.
+    """The ``aiocomms.cuda.Cuda`` through which the transport calls CUDA, or None if its ops ignore CUDA streams.
 
-    If it is set, an op that another thread calls starts after the work on that thread's current stream at the call.
+    If this attribute is set, an op that another thread calls waits for that thread's current stream. The op starts
+    after all work that the stream contains at the time of the call.
     """
 
     early_failure: CommError | None = None
     """The first error that :meth:`on_failure` got before the communicator was created.
 
-    The new communicator reads it.
+    The new communicator reads this error.
     """
 
     def on_failure(self, error: CommError) -> None:
         """Report that the communicator is lost, because a peer died or aborted. A second call does nothing.
 
-        Any thread may call this. When all transports are open, the communicator replaces this method with its own
-        method.
+        The transport may call this method on any thread. When all transports are open, the communicator replaces this
+        method with the communicator's own method.
         """
         self.early_failure = self.early_failure or error
 
@@ -206,62 +219,67 @@ class Transport(ABC):
     """
 
     def on_note(self, rank: int, note: bytes) -> None:
-        """Pass a note that another rank has sent through :meth:`say` to the communicator.
+        """Deliver a note to the communicator. Another rank has sent the note through :meth:`say`.
 
-        Any thread may call this. The call never waits.
+        The transport may call this method on any thread. The call never waits.
         """
         self.early_notes = {**self.early_notes, rank: note}
 
     @classmethod
     @abstractmethod
     def probe(cls, device: torch.device) -> str | None:
-        """Return why the transport cannot run for tensors on ``device``, or None if it can. The call must be cheap.
+        """Return the reason why the transport cannot run for tensors on ``device``, or None if it can run.
 
-        Error messages have the reason after "... is not available: ". Any thread may call this, :meth:`preference`,
-        :meth:`adopts` and :meth:`info`. If this raises, the transport is not available, and the exception is the
-        reason.
+        The call must be cheap. In error messages, "... is not available: " precedes the reason. Any thread may call the
+        methods ``probe``, :meth:`preference`, :meth:`adopts` and :meth:`info`. If ``probe`` raises an exception, the
+        transport is not available, and the exception is the reason.
         """
 
     @classmethod
     def preference(cls, device: torch.device, size: int, family: ops.Family) -> int:
-        """Return the transport's priority in ``"auto"`` for a family of ops of ``size`` ranks on ``device``.
+        """Return the transport's priority for ops of ``family`` in a communicator of ``size`` ranks on ``device``.
 
-        With priority 0, ``"auto"`` never chooses the transport.
+        If the program selects the transport ``"auto"``, the core compares these priorities. The core never chooses a
+        transport with priority 0.
 
-        An exception is logged, and counts as priority 0.
+        An exception is logged, and has the effect of priority 0.
         """
         return 0
 
     @classmethod
     def info(cls) -> Mapping[str, str]:
-        """Return further facts by name for ``aiocomms info``, such as measured values.
+        """Return additional facts about the transport, such as measured values. ``aiocomms info`` prints these facts.
 
-        An exception counts as an empty result.
+        The keys are the names of the facts. An exception has the effect of an empty result.
         """
         return {}
 
     @classmethod
     def adopts(cls, foreign: object) -> bool:
-        """Return whether the transport can run over ``foreign``, another library's communicator (hint ``"adopt"``).
+        """Return whether the transport can use the communicator of another library, as the hint ``"adopt"`` requests.
 
-        An exception counts as False.
+        An exception has the effect of the result False.
+
+        :param foreign: the communicator of the other library.
         """
         return False
 
     @classmethod
     @abstractmethod
     async def open(cls, rendezvous: Rendezvous, options: Mapping[str, Any]) -> Self:
-        """Meet the other ranks, and return the open transport. Collective.
+        """Connect to the other ranks, and return the open transport. The call is collective.
 
-        If this raises or is cancelled, the communicator is not formed, and the caller gets the exception. Before this
-        method raises, it must release everything that it has opened. The core closes the transports that were opened
-        earlier.
+        If this method raises an exception or is cancelled, the communicator is not formed, and the program gets the
+        exception. Before this method raises an exception, it must release everything that it has opened. The core
+        closes the communicator's other transports that are already open.
 
-        :param options: the user's hints; a transport ignores unknown ones.
+        :param options: the user's hints. A transport ignores unknown hints.
         """
 
     async def split_nobody(self, rendezvous: Rendezvous) -> None:  # noqa: B027 - A transport need not define it.
-        """Take part in the :meth:`split` of other ranks, on a rank that joins no new communicator.
+        """Take part in the :meth:`split` of the other ranks.
+
+        A rank that joins none of the new communicators calls this method.
 
         An exception has the same effect as in :meth:`split`.
 
@@ -269,11 +287,12 @@ class Transport(ABC):
         """
 
     async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
-        """Open the transport for some ranks of this communicator, over existing connections if the transport can.
+        """Open the transport for some ranks of this communicator, if possible over existing connections.
 
-        By default this calls :meth:`open`. Collective over ``ranks``. Ranks that join no new communicator call
-        :meth:`split_nobody`. An exception has the same effect as in :meth:`open`. This communicator is then lost, too.
-        So the other ranks learn of the failure at once, and their calls of ``split`` are cancelled.
+        By default this method calls :meth:`open`. The call is collective over ``ranks``. Ranks that join none of the
+        new communicators call :meth:`split_nobody`. An exception has the same effect as in :meth:`open`. In addition,
+        an exception makes the existing communicator lost. So the other ranks get the failure at once, and their calls
+        of ``split`` are cancelled.
 
         :param rendezvous: the rendezvous of the new communicator.
         :param ranks: the members of the new communicator, as ranks of this communicator, in their new order.
@@ -283,36 +302,47 @@ class Transport(ABC):
 
     @abstractmethod
     def post(self, op: ops.Op, work: Completion) -> float | None:
-        """Start an op whose arguments the core has checked. Never block; complete ``work`` once, now or later.
+        """Start an op whose arguments the core has checked. The call must not block.
 
-        The transport keeps ``op``, which refers to the tensors, until the network no longer uses the tensors.
+        The transport must complete ``work`` once, during this call or later. The transport keeps ``op``, which refers
+        to the tensors, until the network no longer uses the tensors.
 
-        A :class:`CommError` means that nothing was sent: the caller gets the error, and the communicator stays usable.
-        The op then does not count: the next collective of this rank matches the next collective of the other ranks. Any
-        other exception means that the transport is broken. For a message of a lowered op, all exceptions have the same
-        effect. If the post of the op's first message raises, nothing was sent, and the caller gets the exception. If
-        the post of a later message raises, the op stops halfway, and the communicator is lost.
+        A :class:`CommError` means that nothing was sent. The program gets the error, and the communicator stays usable.
+        Such an op does not take part in the matching of collectives: this rank's next collective matches the collective
+        that the other ranks call next. Any other exception means that the transport is broken.
 
-        :returns: the time of the op's end, by :func:`time.monotonic`, if the op has already ended and the transport
-            knows the time; otherwise None.
+        If the core lowers an op to messages, the core posts each message by a call of this method. Then a
+        :class:`CommError` and any other exception have equal effects. If the post of the op's first message raises an
+        exception, nothing was sent, and the program gets the exception. If the post of a later message raises an
+        exception, the op cannot complete, and the communicator is lost.
+
+        :returns: the time of the op's end, by :func:`time.monotonic`; None if the op has not ended or the transport
+            does not know this time.
         """
 
     def post_at_once(self, op: ops.Recv, work: Completion) -> None:
-        """Post an empty receive, and look for its message before the call returns. ``post`` may look later."""
+        """Post an empty receive, and check before the return of this call whether the receive's message has arrived.
+
+        :meth:`post` may check this after its return.
+        """
         self.post(op, work)
 
     def wait_stream(self, work: Completion, stream: Any) -> None:
-        """Make a CUDA stream wait for an op. The op may be captured or already done.
+        """Make a CUDA stream wait for an op. The op may have been captured into a CUDA graph, or may already be done.
 
-        :param stream: a ``torch.cuda.Stream``; None: the current one.
-        :raises UnsupportedOperation: the op runs on no stream. Any exception goes to the caller, and the op continues.
+        The program gets any exception of this method, and the op continues.
+
+        :param stream: a ``torch.cuda.Stream``; None: the current stream.
+        :raises UnsupportedOperation: the op does not run on a CUDA stream.
         """
         raise UnsupportedOperation("wait_stream() orders a CUDA stream, and this op has none: await the work instead")
 
     def caller_stream(self) -> Callable[[], AbstractContextManager[object]] | None:
-        """Return a function that makes contexts in which this call's current CUDA stream is current again.
+        """Return a function that makes context managers for this thread's current CUDA stream.
 
-        Return None if there are no streams. Raise an error if the current stream is being captured into a CUDA graph.
+        Within the block of such a context manager, this stream is the current stream on the thread that runs the block.
+        Return None if the transport has no CUDA streams. Raise an error if the current stream is being captured into a
+        CUDA graph.
         """
         return None
 
@@ -320,11 +350,12 @@ class Transport(ABC):
     def progress(self) -> bool | None:
         """Advance pending ops without blocking.
 
-        An exception means that the transport is broken. The core does not call this again. This also holds for
-        exceptions of a work's ``complete``, such as the :class:`RuntimeError` of a second completion.
+        An exception means that the transport is broken. Then the core does not call this method again. An exception
+        that a work's ``complete`` raises, such as the :class:`RuntimeError` of a second completion, has the same
+        effect.
 
-        :returns: whether anything completed. None: nothing completed, and another call is useless until the descriptor
-            is readable, because the transport's own thread does the work.
+        :returns: True if an op completed, else False. None means that no op completed, and that another call is useless
+            until the descriptor is readable, because the transport's own thread advances the ops.
         """
 
     @abstractmethod
@@ -334,85 +365,89 @@ class Transport(ABC):
         If transports of several communicators share one descriptor, the core calls :meth:`progress` of only one of
         these transports. If that call raises, all of these transports are broken.
 
-        The core calls this once, when the communicator is formed. The descriptor stays open until :meth:`aclose`. An
-        exception means that the transport is broken. The communicator is then lost as soon as it is formed.
+        The core calls this method once, when the communicator is formed. The descriptor stays open until
+        :meth:`aclose`. An exception means that the transport is broken. Then the communicator is lost as soon as the
+        communicator is formed.
         """
 
     @abstractmethod
     def try_cancel(self, work: Completion) -> bool:
-        """Withdraw an unmatched receive or wait for a signal, if the network no longer uses the buffer.
+        """Withdraw an unmatched op, if the network no longer uses the op's buffer.
 
-        An exception means that the transport is broken. The op then counts as under way.
+        The op is a receive, or an op that waits for a signal. An exception means that the transport is broken. An
+        exception has the effect of the result False.
 
-        :returns: True: the op did not happen and never will, and the transport does not complete ``work``. False: the
-            op is under way and completes by itself.
+        :returns: True if the op is withdrawn, has no effect and will have none; then the transport does not complete
+            ``work``. False if the op continues and completes by itself.
         """
 
     @abstractmethod
     def abort(self, error: CommError) -> None:
-        """Abort: try to notify the peers, and stop. The call never waits. Idempotent; any thread may call this.
+        """Abort the communicator on this rank, and try to notify the peers. The call never waits. Idempotent.
 
-        Each peer's transport passes an equal error to its :meth:`on_failure`. ``aiocomms.lowlevel.Reason`` carries the
-        error's class, message and peer. The class is :class:`CommAbortedError`, ``CommTimeoutError``, ``MismatchError``
-        or ``PeerDiedError``.
+        Any thread may call this method. The transport of each notified peer calls its own :meth:`on_failure` with an
+        equal error. An ``aiocomms.lowlevel.Reason`` contains the error's class, message and peer in the notification.
+        The class is :class:`CommAbortedError`, ``CommTimeoutError``, ``MismatchError`` or ``PeerDiedError``.
 
         The transport need not complete pending works, because the communicator ends them. The transport keeps the
         tensors of these works until the network no longer uses the tensors.
 
-        An exception means that the transport is broken. The exception is logged, and the communicator keeps the first
-        reason for its loss.
+        An exception means that the transport is broken. The exception is logged, and does not replace the first reason
+        for the communicator's loss.
         """
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Release everything. On return every work is complete or abandoned.
+        """Release everything. When this method returns, every work is complete or abandoned.
 
-        Before this call, the communicator has waited for pending ops, and has abandoned those that did not end. From
-        this call on, the communicator does not call :meth:`progress`.
+        Before this call, the communicator has waited for pending ops, and has abandoned the ops that did not end. The
+        communicator does not call :meth:`progress` during or after this call.
 
-        If this raises, ``Communicator.aclose`` raises a :class:`CommError` that names the transport. The communicator
-        and its other transports are closed nevertheless.
+        If this method raises an exception, ``Communicator.aclose`` raises a :class:`CommError` that names the
+        transport. The communicator and its other transports are closed nevertheless.
         """
 
     def waiting_for(self, work: Completion) -> Sequence[int]:
-        """Return the ranks for which a pending op waits, if the transport knows them.
+        """Return the ranks for which a pending op waits, if the transport knows these ranks.
 
-        Any thread may call this, also while the loop is busy. An exception means that the transport is broken. Then
-        error messages name no rank.
+        Any thread may call this method, even while the loop is busy. An exception means that the transport is broken.
+        In this case, error messages name no rank.
         """
         return ()
 
     def last_heard(self) -> Sequence[float] | None:
-        """Return the time of each rank's last answer, by ``time.monotonic()``, and ask each rank for a new answer.
+        """Ask each rank for a new answer, and return the time of each rank's last answer by ``time.monotonic()``.
 
-        The core calls this from time to time, on any thread, while works are pending. The result is None if the
-        transport need not ask, or cannot ask. A rank must answer without its event loop and without the GIL. An
-        exception means that the transport is broken.
+        The core calls this method from time to time, on any thread, while works are pending. Return None if the
+        transport cannot ask the ranks, or detects deaths without asking. A rank must answer without its event loop and
+        without the GIL. An exception means that the transport is broken.
         """
         return None
 
     def say(self, rank: int, note: bytes) -> bool:
-        """Send a note to another rank, whose :meth:`on_note` gets the note. Never block.
+        """Send a note to another rank. The call must not block.
 
-        Any thread may call this. A note asks a rank what it is doing. A rank should get a note even while its loop is
-        busy, so a separate thread should receive notes. Delivery is not guaranteed: if the other rank is gone, no error
-        is raised. An exception means that the transport is broken.
+        The other rank's transport gives the note to its own :meth:`on_note`. Any thread may call this method. With
+        notes, a rank asks another rank about the other rank's current ops. A rank should get a note even while its loop
+        is busy, so a separate thread should receive notes. Delivery is not guaranteed. If the other rank is dead or
+        closed, no error is raised. An exception means that the transport is broken.
 
-        :param note: the note, at most 2 KiB.
-        :returns: False if the transport carries no notes, or no longer carries notes.
+        :param note: the note, which has at most 2 KiB.
+        :returns: False if the transport does not support notes, or can no longer send notes.
         """
         return False
 
     def shared_memory(self) -> int | None:
-        """Return the size in bytes of the memory that is shared with other processes, or None if it is unknown.
+        """Return the size in bytes of the memory that is shared with other processes, or None if the size is unknown.
 
-        Any thread may call this. An exception means that the transport is broken.
+        Any thread may call this method. An exception means that the transport is broken.
         """
         return None
 
     def side_channel(self) -> SideChannel | None:
-        """Return the side channel if :meth:`say` can still reach other ranks.
+        """Return the side channel, if :meth:`say` can reach other ranks even after the communicator is lost.
 
-        The channel is valid from :meth:`abort` to :meth:`aclose`. None or an exception means that there is no channel.
+        The channel is valid from :meth:`abort` to :meth:`aclose`. None or an exception means that the transport has no
+        side channel.
         """
         return None

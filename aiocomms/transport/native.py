@@ -1,4 +1,7 @@
-"""The contract of a transport with native code that starts plain ops, and the parts of the core that this code uses."""
+"""The contract of a transport whose native code starts plain ops.
+
+The protocols ``Line`` and ``Ring`` describe the parts of the core that the native code uses.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from aiocomms.transport.contract import Transport
 
 
 class Line(Protocol):
-    """The part of a communicator that :class:`Shortcuts` use, on the loop's thread."""
+    """The part of a communicator that :class:`Shortcuts` use on the loop's thread."""
 
     thread: int
-    """The loop's thread, by :func:`threading.get_ident`."""
+    """The identifier of the loop's thread, as returned by :func:`threading.get_ident`."""
 
     @property
     def given_up(self) -> dict[int, Any]:
-        """The aborted lanes, by number."""
+        """The aborted lanes. The keys are the lanes' numbers."""
 
     @property
     def pre_hooks(self) -> list[Any]:
@@ -46,23 +49,26 @@ class Ring(Protocol):
 
 
 class Ledger(Protocol):
-    """The counts and the records of a communicator's ops, on the loop's thread.
+    """The counts and the records of a communicator's ops. Python code counts and records ops on the loop's thread.
 
     :class:`PlainLedger` implements this protocol in Python.
     """
 
     refusing: bool
-    """True while the communicator refuses ops. Each op checks this flag, and no other, before it starts."""
+    """True while the communicator refuses ops. This flag is the only flag that each op checks before its start."""
     posting: bool
-    """True between the number and the record of an op of the loop's thread. No other thread numbers ops then."""
+    """True while the loop's thread has given an op its number and has not completed the op's record.
+
+    During this time no other thread gives numbers to ops.
+    """
     recording: bool
-    """True while the rings record. A benchmark changes this to measure the cost of recording."""
+    """True while the rings record. A benchmark changes this flag to measure the cost of recording."""
     calls: int
-    """The number of collectives called outside lanes, the same on all ranks."""
+    """The number of collectives that were called outside lanes. All ranks have the same number."""
 
     @property
     def issued(self) -> int:
-        """The number of ops called."""
+        """The number of ops that were called."""
 
     @property
     def laned(self) -> int:
@@ -70,14 +76,14 @@ class Ledger(Protocol):
 
     @property
     def ring(self) -> Ring:
-        """The ring that records ops: an op's type when the op is called, and the time when the op has ended."""
+        """The ring of the op records. At an op's call the ring gets the op's type, and at the op's end the time."""
 
     @property
     def lanes(self) -> Ring:
-        """The ring that records ops of lanes: the number of each op, and its lane's key as text."""
+        """The ring that records ops of lanes. For each op, the ring gets the op's number and the lane's key as text."""
 
     def begin(self, kind: type[Any], counted: bool, lane: str | None, /) -> int:
-        """Give an op its number and record the op, in one step: no other thread sees the number without the record.
+        """Give an op its number and record the op. No other thread sees the number without the record.
 
         The call sets :attr:`posting`, and the caller resets this flag.
 
@@ -99,7 +105,7 @@ class PlainLedger:
     def __init__(self, entries: int) -> None:
         """Begin to count from 0.
 
-        :param entries: the number of entries that the ring keeps, two for each op.
+        :param entries: the number of entries that the ring keeps. Each op needs two entries.
         """
         self.issued: int = 0
         self.laned: int = 0
@@ -138,54 +144,60 @@ def _forget(_entry: Any) -> None:
 class Shortcuts(Ledger, Protocol):
     """Native code that starts each plain op of one communicator in one call, and counts and records all ops.
 
-    A plain op has only plain tensors, operators and numbers, and neither hints nor a deadline of its own. A plain op is
-    called on the loop's thread, while no pre-hooks are registered and the communicator does not refuse ops.
-    :meth:`post` starts plain ops on other threads, if no post-hooks are registered either. The native call of a plain
-    op does the work of the core and of :meth:`aiocomms.transport.Transport.post`. For any other op, the native call has
-    no effect, and the Python method runs. Python code makes all other decisions, and raises all errors.
+    The arguments of a plain op are only plain tensors, operators and numbers. A plain op has no hints and no deadline
+    of its own. While pre-hooks are registered or the communicator refuses ops, no op is plain. On the loop's thread,
+    the native methods start plain ops. On other threads, :meth:`post` starts plain ops, but only while no post-hooks
+    are registered. The native call of a plain op does the work of the core and of
+    :meth:`aiocomms.transport.Transport.post`. For any other op, the native call has no effect, and the Python method
+    runs. Python code makes all other decisions, and raises all errors.
     """
 
     @staticmethod
     def fields() -> type[Any]:
-        """Return the native base class of all classes of works, with the fields of works.
+        """Return the native base class of all work classes. This class contains the fields of works.
 
-        Only native code creates instances of this class. Each instance creates its op's record at the first access.
+        Only native code creates instances of this class. Each instance creates its op's record when the record is first
+        accessed.
         """
 
     def use(self, work: type[Any], lane_work: type[Any], part: type[Any], op_result: object, /) -> None:
-        """Set the classes of works, which inherit the class from :meth:`fields`. Call this before any other method.
+        """Set the classes of the works that native code creates. Call this method before any other method.
 
-        :param lane_work: the class for ops of lanes.
-        :param part: the class of completions for pending messages of a lane. Python code sets the fields of these
-            completions.
+        The work classes are derived from the class that :meth:`fields` returns.
+
+        :param lane_work: the class of the works of ops in lanes.
+        :param part: the class of the objects that complete the pending messages of a lane. Python code sets the fields
+            of these objects.
         :param op_result: the value that stands for the op's own result.
         """
 
     def know(self, lane: type[Any]) -> None:
-        """Start ops of lanes, too, from now on.
+        """Enable native calls for ops of lanes.
 
-        :param lane: the class of lanes, which keeps ``_shortcuts``, ``_known`` and ``_closed`` in slots.
+        :param lane: the class of lanes, which has the slots ``_shortcuts``, ``_known`` and ``_closed``.
         """
 
     def follow(self, current: ContextVar[Any]) -> None:
-        """Start all later ops of the communicator on its current lane.
+        """Start each later op of the communicator on the lane that is current at the op's call.
 
-        :param current: the context variable, which holds None, or a tuple of the current lane and the previous value.
+        :param current: the context variable of the current lane. Its value is None, or a tuple of the current lane and
+            the previous value of the variable.
         """
 
     def elsewhere(self, lane: int | None) -> int:
-        """Return the number of ops that other threads are posting, and that the core has not registered yet.
+        """Return the number of ops that other threads are posting and that the core has not registered yet.
 
-        :param lane: the number of a lane, to count only its ops; None: count all ops.
+        :param lane: the number of a lane whose ops are counted; None: all ops are counted.
         """
 
     def post(self, target: Any, op: Any, keeper: Any, /) -> Any:
         """Start a plain op on a thread that is not the loop's thread, after the earlier ops of that thread.
 
-        For a pending op, native code sets ``keeper._posted_as`` to ``(on, work, look_after, index)`` and calls
-        ``keeper._kept()`` on that thread before it reports the op's end. That call registers the op, and lets the
-        loop's thread call ``look_after(index)``. ``on`` is the target, or the lane that is current on the posting
-        thread. An exception of ``keeper._kept()`` is raised here, and the op continues.
+        If the op is pending, native code sets ``keeper._posted_as`` to ``(on, work, look_after, index)``. Then native
+        code calls ``keeper._kept()`` on the posting thread, before it reports the op's end. ``keeper._kept()``
+        registers the op, and requests that the loop's thread calls ``look_after(index)``. ``on`` is the target, or the
+        lane that is current on the posting thread. If ``keeper._kept()`` raises an exception, this method raises the
+        exception, and the op continues.
 
         :param target: the communicator or lane on which the op was called.
         :param op: the op's record, which has been checked.
@@ -194,14 +206,16 @@ class Shortcuts(Ledger, Protocol):
 
     @staticmethod
     def method(of: type[Any], function: Callable[..., Any], /) -> Callable[..., Any]:
-        """Return the replacement of a method in a class whose objects keep shortcuts or None in a slot ``_shortcuts``.
+        """Return a native method that replaces a Python method of a class.
 
-        :param function: the method, which runs for calls that are not plain. If there is no shortcut for the method's
-            name, the method is returned unchanged.
+        The class has a slot ``_shortcuts``, which contains shortcuts or None.
+
+        :param function: the Python method. The native method calls the Python method for ops that are not plain. If
+            native code has no shortcut with the method's name, ``function`` is returned unchanged.
         """
 
     def window(self, comm: Any, info: Any, /) -> object:
-        """Return the value of the slot ``_shortcuts`` of a window that the transport of the shortcuts carries.
+        """Return the value for the slot ``_shortcuts`` of a window on the transport of these shortcuts.
 
         :param comm: the communicator's handle.
         :param info: the window's record, which ops on the window use.
@@ -212,18 +226,21 @@ class NativeTransport(Transport):
     """A transport that has native code for checks and for plain ops."""
 
     fast_check: Callable[[object, bool], bool] | None = None
-    """A fast check of a tensor, called as ``fast_check(tensor, written)``; None: there is none.
+    """A fast check of a tensor, called as ``fast_check(tensor, written)``, or None if the transport has no such check.
 
-    True: the tensor is dense, contiguous, of a known dtype and on the communicator's device. It has memory, and no lazy
-    conjugate or negation. If the op writes the tensor, autograd does not track the tensor. False: the core checks the
-    tensor in full. The check must not raise, because the caller of the op would get the exception.
+    The result True means that the tensor is dense, contiguous, of a known dtype and on the communicator's device. The
+    result also means that the tensor has memory, and has no lazy conjugate or negation. If the op writes the tensor,
+    True also means that autograd does not track the tensor. After the result False, the core checks the tensor in full.
+    The check must not raise an exception, because the caller of the op would get the exception.
     """
 
     def shortcuts(self, line: Line, entries: int) -> Shortcuts | None:
-        """Return native code that starts plain ops of the communicator, or None if there is no such code.
+        """Return native code that starts plain ops of the communicator, or None if the transport has no such code.
 
-        The core calls this once, before the first op, if the transport carries all messages and collectives. ``line``
-        is the part of the communicator that the native code uses. ``entries`` is the size of the ring. If this raises,
-        the communicator is not formed.
+        The core calls this method once, before the first op, if the communicator uses this transport for all messages
+        and collectives. If this method raises an exception, the communicator is not formed.
+
+        :param line: the part of the communicator that the native code uses.
+        :param entries: the number of entries of the ring.
         """
         return None
