@@ -1,7 +1,7 @@
-"""Transport ``net``: the ranks are simulated processes, and a simulated network connects them.
+"""The transport ``net`` between simulated processes, which a simulated network connects. Each process is a rank.
 
-The transport carries only sends and receives. The library expresses collectives, windows and lanes as messages. The
-network may delay messages, cut connections, or lose messages with their rank.
+The transport supports only sends and receives. The core lowers collectives, windows and lanes to messages. The network
+may delay messages and cut connections. When a rank dies, its messages may be lost.
 """
 
 from __future__ import annotations

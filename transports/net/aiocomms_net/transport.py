@@ -1,4 +1,4 @@
-"""The plug-in: one connection for each pair of ranks, and the matching of sends and receives at the receiver."""
+"""The transport ``net``. Each pair of ranks has one connection, and the receiver matches sends and receives."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Key = tuple[int, int, int]
 _PAUSE: Final = 0.05
 """Seconds between two attempts to connect to a rank."""
 _CALLS: Final = 10
-"""The number of failed attempts to connect after which a rank counts as dead.
+"""The number of failed attempts to connect after which a rank is treated as dead.
 
-The simulated network cuts some attempts.
+One failed attempt is not enough, because the simulated network cuts some attempts.
 """
 
 
 class Sent:
-    """A message. When a receive matches the message, the bytes are read from the sender's tensor."""
+    """A message. When a receive matches the message, the receiver reads the bytes from the sender's tensor."""
 
     def __init__(self, op: ops.Send, number: int) -> None:
         self.channel, self.tag, self.number = op.channel, op.tag, number
@@ -41,25 +41,25 @@ class Sent:
 
 
 class Taken(NamedTuple):
-    """A frame: a receive has taken the bytes of a message."""
+    """The frame which reports that a receive has read the bytes of a message."""
 
     number: int
 
 
 class NetNote(NamedTuple):
-    """A frame: a note to the other rank's core."""
+    """The frame that contains a note to the other rank's core."""
 
     what: bytes
 
 
 class Aborted(NamedTuple):
-    """A frame: the communicator is lost."""
+    """The frame which reports that the communicator is lost."""
 
     reason: lowlevel.Reason
 
 
 class Closed(NamedTuple):
-    """A frame: the rank has closed the communicator."""
+    """The frame which reports that the rank has closed the communicator."""
 
 
 class NetPeer:
@@ -68,13 +68,13 @@ class NetPeer:
     def __init__(self, rank: int, conduit: clock.Conduit) -> None:
         self.rank, self.conduit = rank, conduit
         self.over = False
-        """True once the rank has closed or the connection has ended."""
+        """True once the rank has closed the communicator or the connection has ended."""
         self.sent: dict[int, tuple[Sent, Completion]] = {}
-        """The sends whose messages no receive has taken, by number. The other rank has the messages."""
+        """The sends whose messages are at the other rank and have not been read. The keys are the messages' numbers."""
 
 
 class NetTransport(Transport):
-    """One rank's end of the network. A send is complete when a receive has taken its message."""
+    """The transport of one rank. A send is complete when a receive has read the send's message."""
 
     capabilities = Capabilities(ops=frozenset({ops.Send, ops.Recv, *ops.ARRIVALS}), simulated=True)
 
@@ -180,7 +180,7 @@ class NetTransport(Transport):
                 self._leave(peer)
 
     def _end(self) -> None:
-        """Mark the communicator as lost. Copy unmatched messages, because other ranks may read them later."""
+        """Mark the communicator as lost. Copy unmatched messages, because other ranks may read these messages later."""
         if not self._ended:
             self._ended = True
             for peer in self._peers.values():
@@ -197,7 +197,7 @@ class NetTransport(Transport):
             conclude(work, probe.message(message.tensor.nbytes, message.tensor.dtype))
 
     def _leave(self, peer: NetPeer) -> None:
-        """Fail only the works that still need a rank that has closed."""
+        """Fail only the pending works that need a rank that has closed the communicator."""
         peer.over = True
         peer.conduit.close()
         error = lowlevel.closed_by(peer.rank)
@@ -208,7 +208,7 @@ class NetTransport(Transport):
             conclude(work, error)
 
     def _gone(self, peer: NetPeer, _: bool) -> None:
-        """Lose the communicator because a connection has ended without a ``Closed`` frame."""
+        """Mark the communicator as lost, because a connection has ended without a ``Closed`` frame."""
         if not peer.over:
             peer.over = True
             if not self._ended:
@@ -279,7 +279,7 @@ async def _meet(rendezvous: Rendezvous) -> dict[int, clock.Conduit]:
     """Connect to every lower rank, and accept a connection from every higher rank.
 
     :raises CommTimeoutError: a rank did not connect in time.
-    :raises PeerDiedError: a lower rank does not accept connections, and is not connected to this rank.
+    :raises PeerDiedError: a lower rank does not accept connections, and this rank has no connection with it.
     """
     assert clock.simulation is not None
     network = clock.simulation.network
@@ -314,14 +314,18 @@ class _Calling:
     def arrived(self, conduit: clock.Conduit, peer: int) -> None:
         """Store a connection with a rank.
 
-        The connection replaces an earlier connection, which that rank has given up.
+        If a connection with this rank is already stored, the other rank no longer uses it. The new connection replaces
+        the stored connection.
         """
         self.conduits[peer] = conduit
         if len(self.conduits) == self._rendezvous.size - 1:
             self.complete.set()
 
     async def call(self, peer: int, address: bytes) -> None:
-        """Connect to a rank, and retry until the rank answers. A rank that does not answer counts as dead."""
+        """Connect to a rank, and retry if the rank does not answer.
+
+        After several failed attempts, the rank is treated as dead.
+        """
         for _ in range(_CALLS):
             answered, answers = anyio.Event(), list[bool]()
 
@@ -357,7 +361,7 @@ class _Calling:
             raise CommTimeoutError(late, late=absent)
 
     def close(self) -> None:
-        """Close all connections, and notify the other ranks, which may have opened the communicator already."""
+        """Close all connections, and notify the other ranks, which may already have opened the communicator."""
         given_up = lowlevel.Reason("CommAbortedError", "it gave up while the ranks connected", self._rendezvous.rank)
         for conduit in self.conduits.values():
             conduit.send(Aborted(given_up))
