@@ -34,9 +34,9 @@ _TENSOR_BYTES: Final = 8 + codec.TENSOR_BYTES
 Arriving = Generator[list[Tensor] | Callable[[], None], None, tuple[Any, int]]
 """A generator that yields the steps with which its caller receives an item.
 
-A step is a list of tensors, into which the caller receives messages, or a function, which the caller calls in a thread.
-The caller resumes the generator when the step is done. The generator returns the argument of :meth:`Kind.make`, and
-the item's size in bytes.
+A step is a list of tensors or a function. The caller receives messages into the tensors, or calls the function in a
+thread. The caller resumes the generator when the step is done. The generator returns the argument of :meth:`Kind.make`,
+and the item's size in bytes.
 """
 
 
@@ -80,7 +80,7 @@ class Kind(ABC, Generic[T]):
     def arriving(self, header: bytes, device: torch.device) -> Arriving:
         """Receive the item that a header describes.
 
-        :raises ProtocolError: the header or a message is invalid. Not this call but the generator raises this error.
+        :raises ProtocolError: the header or a message is invalid. The returned generator raises this error.
         """
 
     @abstractmethod

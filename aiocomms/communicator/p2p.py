@@ -27,7 +27,7 @@ class PointToPoint(Issuer):
     in the order of the sends. A send may complete before or after the matching receive is posted; programs must not
     rely on either order. A send to this rank itself never completes before the matching receive is posted.
 
-    A receive from one rank has priority over a receive from several ranks or from any rank, even if the latter was
+    A receive from one rank has priority over a receive from several ranks or from any rank, whichever of the two was
     called first. Receives from several ranks or from any rank get messages in the order of the calls. These receives
     take messages from the sources in round-robin order.
     """
@@ -90,8 +90,8 @@ class PointToPoint(Issuer):
         ``src`` have closed their communicators.
 
         :param tensor: the tensor to receive into. Its dtype and size in bytes must be those of the message.
-        :param src: a list of the ranks that may send the message, or one rank. None: any other rank, or also this
-            rank if the device is the CPU.
+        :param src: a list of the ranks that may send the message, or one rank. None: every other rank may send the
+            message, and so may this rank if the communicator's device is the CPU.
         :param tag: a 32-bit signed integer. The receive matches only messages with this tag.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: see :meth:`recv`.
@@ -134,9 +134,9 @@ class PointToPoint(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Message]:
-        """Wait until a matching message has arrived. Do not receive the message.
+        """Wait until a matching message has arrived. The message stays available for a receive.
 
-        A pending receive may take the message before the program resumes. :meth:`recv_message` has no such race.
+        Another receive may take the message before the program resumes. :meth:`recv_message` has no such race.
 
         :param src: see :meth:`recv_any`.
         :param tag: a 32-bit signed integer. The probe matches only messages with this tag.
