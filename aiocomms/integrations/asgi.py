@@ -154,8 +154,8 @@ async def _end_with(driver: Driver) -> None:
 async def until_disconnect(client: Any, awaitable: Awaitable[T]) -> T:
     """Await an awaitable on behalf of a client, and cancel the awaitable when the client disconnects.
 
-    Web frameworks themselves do not cancel the handler when the client disconnects. An exception that the awaitable or
-    ``receive`` raises is raised unchanged.
+    Web frameworks themselves do not cancel the handler when the client disconnects. This function does not change the
+    exceptions that the awaitable and ``receive`` raise.
 
     Read the body of the request before this call, so that the client's next message is the disconnection. FastAPI
     reads the body before the handler, if the handler has an argument for the body.

@@ -1,7 +1,7 @@
 """Metrics for exporters: durations of ops by op, transport and size, and the lateness of the event loop.
 
-This module uses only the public hooks and :meth:`Communicator.statistics`. So programs can write exporters for other
-monitoring systems.
+This module uses only the public hooks and :meth:`Communicator.statistics`. An exporter for another monitoring system
+can use the same interfaces.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def instrumentable(comm: Any, also: str = "") -> None:
 
 
 def part_of(op: Op, lane: str = "") -> str:
-    """Return ``stream_`` or ``service_`` if that part of this library called the op; empty if the program did."""
+    """Return ``stream_`` if a stream called the op, ``service_`` if a service did, and "" if the program did."""
     if getattr(op, "channel", USER) != USER:
         return "stream_"
     return "service_" if lane == SERVICE_LANE else ""
@@ -172,9 +172,9 @@ class Totals:
 
 
 class Lateness:
-    """The delay between the submission of a callback to an event loop and its execution.
+    """The delay from the submission of a callback until an event loop runs the callback.
 
-    Another thread may submit the callback. Only :meth:`look` submits these callbacks.
+    The method :meth:`look`, which another thread may call, submits the callbacks.
     """
 
     def __init__(self) -> None:

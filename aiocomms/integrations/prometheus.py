@@ -232,8 +232,8 @@ def instrument(
     """Measure a communicator from now on, until it is closed.
 
     Call this function on the thread of the communicator's event loop. On any other thread the metrics lack the lateness
-    of the event loop. This is always so for a portal or a blocking communicator, whose event loop runs on a thread of
-    its own.
+    of the event loop. Programs usually call this function on another thread if they pass a portal or a blocking
+    communicator.
 
     For a service, the metrics cover all plans since the service's start, and the service's current communicator, until
     the service ends. A connection between endpoints appears as a communicator of two ranks, whose name contains the

@@ -1,10 +1,10 @@
-"""The discovery of ranks that are processes of a Ray job: the code that each rank runs. All calls block.
+"""The meeting, in which the ranks of a Ray job discover each other. All calls of this module block.
 
-A meeting is one such discovery. Rank 0 serves a store, and puts a record with the address of this store into Ray's own
-key-value store (the GCS). The record's key consists of the rendezvous's name and a random number. The other ranks
-search the GCS for records with the rendezvous's name, and set a key in rank 0's store to report their arrival. When all
-ranks have arrived, rank 0 first deletes its record, and then lets the other ranks continue. So a rank that joins the
-next meeting with the same name never finds an old record.
+Each rank runs the code of this module. Rank 0 serves a store, and puts a record with the address of this store into
+Ray's own key-value store (the GCS). The record's key consists of the rendezvous's name and a random number. The other
+ranks search the GCS for records with the rendezvous's name, and set a key in rank 0's store to report their arrival.
+When all ranks have arrived, rank 0 first deletes its record, and then lets the other ranks continue. So a rank that
+joins the next meeting with the same name never finds an old record.
 
 If rank 0 is killed, its record stays in the GCS until the next rank 0 arrives. Meanwhile another process may listen at
 the address in the record. Therefore rank 0 also writes the random number into its own store. A rank that reaches a
@@ -221,7 +221,7 @@ class RayMeeting:
                 yield key, _RECORDS.decode(value, 0)
 
     def _reached(self, key: bytes, record: RayRecord) -> JobStore | None:
-        """Return the store at a record's address, or None if the process that put the record does not serve it there.
+        """Return the store at a record's address, or None if this store no longer exists.
 
         :raises ArgumentError: the address is the loopback address of another node.
         :raises StoreLostError: the address cannot be reached, so the state of the store is unknown.

@@ -196,7 +196,7 @@ class RayTransport(_Manager):
         """Do nothing, because the receiver reads the tensors from the source."""
 
     def garbage_collect(self, obj_id: str, tensor_transport_meta: Any, tensors: list[Tensor]) -> None:
-        """Revoke the regions of an object that no process needs any more.
+        """Revoke the regions of an object after the object's last read.
 
         After this call, no other process reads the memory of the regions.
         """

@@ -40,7 +40,7 @@ class GroupSide:
     def __init__(self, comm: blocking.Communicator, gpu: torch.device | None = None) -> None:
         self.comm = comm
         self.gpu: torch.device | None = gpu
-        """The GPU of the tensors, whose streams can wait for works; None if the tensors are on the CPU."""
+        """The GPU of the tensors. The streams of this GPU wait for works. None: the tensors are on the CPU."""
         self.receives: Receives = Receives(comm)
 
     def settle(self) -> None:
@@ -82,7 +82,9 @@ class GroupComms:
         return [self.cpu] if self.gpu is None else [self.cpu, self.gpu]
 
     def on(self, device: torch.device, message: str | None = None) -> GroupSide:
-        """Return the communicator for a GPU. If this communicator is not open, open it; then the call is collective.
+        """Return the communicator for a GPU.
+
+        If this communicator is not open, this call opens it. Then all ranks must make the call.
 
         :param message: the name of a point-to-point op, or None for a collective. A point-to-point op cannot open a
             communicator.

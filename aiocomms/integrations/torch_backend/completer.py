@@ -14,8 +14,8 @@ logger: logging.Logger = logging.getLogger("aiocomms")
 class Completer:
     """A pool of daemon threads that call submitted functions. If all threads are busy, :meth:`submit` starts a new one.
 
-    So no function has to wait until another function returns. Otherwise a deadlock would be possible: a function of the
-    program may wait for a work that a function submitted later completes, or for a rank that never arrives.
+    So no function has to wait until another function returns. This rule prevents deadlocks. For example, one function
+    of the program may wait for a work that a later function completes, or for a rank that never arrives.
     """
 
     def __init__(self) -> None:

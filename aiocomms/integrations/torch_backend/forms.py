@@ -46,7 +46,7 @@ class How(NamedTuple):
 
 
 class _OtherForm(Exception):  # noqa: N818 - The exception is no error.
-    """The exception of a converter whose argument does not have the converter's form."""
+    """The exception that a converter raises if an argument does not have the form that the converter expects."""
 
 
 def _is(wanted: bool) -> None:
@@ -229,7 +229,7 @@ def one_form(name: str, args: Sequence[Any], given: Mapping[str, Any]) -> list[A
 
     :param name: the name of the method that torch calls.
     :raises ArgumentTypeError: the arguments have none of torch's forms.
-    :raises ArgumentError: a list that must have one tensor has several.
+    :raises ArgumentError: a list has several tensors, but must have one tensor.
     """
     for form in FORMS[name]:
         try:

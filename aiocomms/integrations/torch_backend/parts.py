@@ -152,4 +152,4 @@ class WorkStep:
 
 
 def _nothing() -> None:
-    """Do nothing. This callback only has the effect of a waiting thread; see :meth:`WorkPart.add_done_callback`."""
+    """Do nothing. This callback is registered as a substitute for a waiting thread; see :class:`WorkPart`."""

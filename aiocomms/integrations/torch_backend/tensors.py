@@ -57,7 +57,7 @@ class CallTensors:
         return _flat(tensor if _is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous())
 
     def written(self, tensor: Tensor) -> Tensor:
-        """Return a flat tensor for aiocomms to write into. At first the flat tensor has the values of ``tensor``.
+        """Return a flat tensor with the values of ``tensor``. aiocomms writes into the flat tensor.
 
         :raises ArgumentError: elements of the tensor share memory.
         """

@@ -122,8 +122,8 @@ class GroupWork(CompoundWork):
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a future of the written tensors.
 
-        The future completes on a thread of the group, or during this call. So the caller may wait for it without an
-        event loop.
+        The future completes on a thread of the group, or during this call. So the completion does not depend on the
+        caller's event loop.
         If the work fails, a wait for the future raises ``RuntimeError`` with the error's text, as for torch's other
         futures.
         """
