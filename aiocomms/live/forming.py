@@ -88,9 +88,9 @@ def _registers(store: Store, fd: int | None, place: LivePlace) -> Registers:
 async def _take(registers: Registers, rank: int) -> int:
     """Claim a rank, and return the number with which this process claims the rank.
 
-    The register of the rank's place contains this number while this process is the rank.
+    The register of the rank's place contains this number while this process has the rank.
 
-    :raises ArgumentError: another live process already is this rank.
+    :raises ArgumentError: another live process already has this rank.
     """
     salt = int.from_bytes(clock.token_bytes(4), "little") % (1 << _SALT_BITS)
     mine = salt << PROCESS_BITS | process_number(os.getpid())  # A process may have several places.

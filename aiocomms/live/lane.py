@@ -249,7 +249,7 @@ class LiveLane(Handle):
     async def all_to_all(
         self, inputs: Sequence[Tensor], *, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Partial[dict[int, Tensor]]:
-        """Send ``inputs[r]`` to each rank ``r``. No rank gets the tensors for dead ranks.
+        """Send ``inputs[r]`` to each rank ``r``. The tensors for dead ranks are ignored.
 
         :param inputs: one tensor for each rank of the group, of any shapes, with the same dtype on all ranks.
         :param timeout: see :meth:`all_reduce`.
@@ -264,7 +264,7 @@ class LiveLane(Handle):
         return await self._call("all_to_all", inputs, result, timeout)
 
     async def broadcast(self, tensor: Tensor, *, timeout: OpTimeout = COMM_TIMEOUT) -> Partial[Tensor]:
-        """Return the tensor of the lowest rank that contributes. This rank is ``ranks[0]`` of the result.
+        """Return the tensor of the lowest rank that contributes. The result's ``ranks[0]`` is this lowest rank.
 
         :param tensor: this rank's tensor, of any shape, with the same dtype on all ranks.
         :param timeout: see :meth:`all_reduce`.

@@ -1,4 +1,4 @@
-"""Registers and areas, which are the memory that the ranks of a live group share. It stays valid when a rank dies."""
+"""Registers and areas, which are the shared memory of a live group. The memory stays valid when a rank dies."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Registers(Protocol):
         """
 
     async def write(self, area: int, header: bytes, parts: Sequence[Tensor]) -> None:
-        """Write to an area. If the call is cancelled, it nevertheless does not end before it has read the parts.
+        """Write to an area. Even a cancelled call does not end before it has stopped reading the parts.
 
         :param header: at most :data:`HEADER` bytes.
         :param parts: flat byte tensors, which are written one after the other.

@@ -1,4 +1,4 @@
-"""The agreement of the ranks on which ranks have contributed to each *round* (one collective) of a lane.
+"""The agreement of a lane's ranks. For each *round* (one collective), they agree which ranks have contributed.
 
 The ranks reach consensus by compare-and-swap on memory that stays valid when a rank dies (Herlihy, "Wait-free
 synchronization", TOPLAS 1991). The register of a round contains the round's number, a decided bit, and a bit for each
@@ -192,7 +192,10 @@ class Rounds:
         return number, round_
 
     def _reduced(self, round_: Round, header: bytes, into: Into | None) -> Any:
-        """Reduce the contributions into the tensor through native code, and return the tensor; None if impossible."""
+        """Reduce the contributions into the tensor through native code, and return the tensor.
+
+        If the native code cannot reduce them, return None.
+        """
         if into is None or into.tensor is None or self._shortcut is None or not round_.bits & self._bit:
             return None
         self._shortcut.know_call(into.tensor, into.op, into.operator.kind, into.operator.factor, header)

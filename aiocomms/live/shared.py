@@ -33,7 +33,7 @@ from aiocomms.progress.driver import Bell, LoopDriver
 _LINE: Final = 64
 """The size of a register in the memory, in bytes. It is the size of one cache line."""
 _ALL: Final = 2**32 - 1
-"""The number in a datagram that wakes a rank whichever register the rank waits for."""
+"""The number in a datagram that wakes all waiting ranks. Other datagrams contain the number of a register."""
 _NUMBER: Final = struct.Struct("<I")
 _LENGTHS: Final = struct.Struct("<QQ")
 """The format of an area's beginning, which contains the lengths of the area's header and data."""
