@@ -132,7 +132,7 @@ def world(request: pytest.FixtureRequest) -> list[Communicator]:
 
     The fixture is for ``async def`` tests that pytest-asyncio or anyio's plug-in (with any backend) runs.
     ``@pytest.mark.ranks(4)`` sets the number of ranks. The marker's arguments ``timeout=`` and ``transport=`` set the
-    deadline of operations and the transport. An indirect parameter can set these values, too. The parameter is the
+    deadline of operations and the transport. An indirect parameter can also set these values. The parameter is the
     number of ranks, or a mapping with the keys ``n``, ``timeout`` and ``transport``.
 
     After the test the fixture closes the communicators. The test fails if a message is then unmatched, or if only some
@@ -169,7 +169,7 @@ def comm(request: pytest.FixtureRequest) -> Any:
 def _place(item: pytest.Function) -> tuple[Any, str]:
     """Return the object that contains the test's function, and the name of the object's attribute.
 
-    For a hypothesis test, another object contains the function than for other tests.
+    For a hypothesis test, this object is the attribute ``hypothesis`` of the test.
     """
     holder = getattr(item.obj, "hypothesis", None)
     return (item, "obj") if holder is None else (holder, "inner_test")

@@ -1,4 +1,4 @@
-"""The contract of transport plug-ins. Authors of transports import its names from this package."""
+"""The contract of transport plug-ins. Authors of transports import the contract's names from here."""
 
 from __future__ import annotations
 

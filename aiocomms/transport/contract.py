@@ -188,7 +188,7 @@ class Transport(ABC):
     capabilities: Capabilities
     """The operations that the transport supports.
 
-    This attribute is a class attribute. An instance may set an attribute with fewer operations.
+    An instance may replace this class attribute by capabilities with fewer operations.
     """
 
     cuda: Any = None
@@ -308,8 +308,8 @@ class Transport(ABC):
         to the tensors, until the network no longer uses the tensors.
 
         A :class:`CommError` means that nothing was sent. The program gets the error, and the communicator stays usable.
-        Such an op does not take part in the matching of collectives: this rank's next collective matches the collective
-        that the other ranks call next. Any other exception means that the transport is broken.
+        Such an op has no place in the order of collectives: this rank's next collective is matched as if the program
+        had not called the op. Any other exception means that the transport is broken.
 
         If the core lowers an op to messages, the core posts each message by a call of this method. Then a
         :class:`CommError` and any other exception have equal effects. If the post of the op's first message raises an
@@ -377,8 +377,8 @@ class Transport(ABC):
         The op is a receive, or an op that waits for a signal. An exception means that the transport is broken. An
         exception has the effect of the result False.
 
-        :returns: True if the op is withdrawn, has no effect and will have none; then the transport does not complete
-            ``work``. False if the op continues and completes by itself.
+        :returns: True if the op is withdrawn and never has an effect. Then the transport does not complete ``work``.
+            False if the op continues and completes by itself.
         """
 
     @abstractmethod
