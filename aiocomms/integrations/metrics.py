@@ -273,7 +273,7 @@ class MeasuredService:
 
 
 Place = tuple[str, int]
-"""The name of a communicator before any reconfiguration, and the number of this rank."""
+"""The name that a communicator had before its first reconfiguration, and the number of this rank."""
 
 
 class Shown:

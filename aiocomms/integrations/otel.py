@@ -61,9 +61,10 @@ class Tracing(Handle):
 
 
 def trace_ops(comm: Instrumentable, tracer_provider: TracerProvider | None = None) -> Tracing:
-    """Make a span for each later op that is called within a sampled span. The op's span is a child of that span.
+    """Make a span for each op that is called from now on and within a sampled span.
 
-    The op's span lasts from the call to the op's end. The hook creates the span when the op has ended.
+    The op's span is a child of the sampled span, and lasts from the call to the op's end. The hook creates the op's
+    span when the op has ended.
 
     The provider's sampler decides whether the op's span is recorded. The default sampler of OpenTelemetry's SDK makes
     the same decision as for the parent span. An op that is called outside a sampled span gets no span.

@@ -81,7 +81,7 @@ class Into:
 
 
 class Rounds:
-    """One rank's participation in the rounds of one lane, one round at a time.
+    """The part of one rank in the rounds of one lane. The rank takes part in one round after the other.
 
     :param lane: the lane's number.
     :param holder: the number of this process. The register of this rank's place contains this number.

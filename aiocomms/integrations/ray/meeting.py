@@ -42,7 +42,7 @@ NAMESPACE: Final = "aiocomms"
 _OPEN: Final = "open"
 """The key that rank 0 sets in its store when it admits the other ranks, after a check that no second rank 0 exists."""
 _VERDICT: Final = "verdict"
-"""The key that rank 0 sets in its store at the end of the meeting. Its value is the list of the missing ranks."""
+"""The key that rank 0 sets in its store at the end of the meeting. The key's value is the list of missing ranks."""
 _PROBE: Final = 2.0
 """The largest number of seconds for one attempt to reach a store. After a failed attempt the rank can try others."""
 _SHORTEST: Final = 0.1

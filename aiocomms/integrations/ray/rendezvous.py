@@ -1,4 +1,7 @@
-"""The rendezvous of actors by name. Rank 0 serves a store, and Ray's own store has this store's address meanwhile."""
+"""The rendezvous of actors by name.
+
+Rank 0 serves a store. During the rendezvous, Ray's own key-value store contains the address of this store.
+"""
 
 from __future__ import annotations
 
