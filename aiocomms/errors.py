@@ -91,9 +91,10 @@ class CommError(Exception):
     def about(
         self, *, comm: str | None = None, op: str | None = None, seq: int | None = None, rank: int | None = None
     ) -> Self:
-        """Make a copy of this error for one operation, so that no two awaiters share a traceback.
+        """Make a copy of this error for one operation. With separate copies, no two awaiters share a traceback.
 
-        An argument replaces only an attribute that is None.
+        An argument sets an attribute of the copy if the attribute of this error is None. All other attributes stay
+        unchanged.
 
         :returns: an error of the same class and with the same cause.
         """
@@ -109,7 +110,7 @@ class CommError(Exception):
         return copy
 
     def within(self, op: str, seq: int) -> Self:
-        """Make a copy of this error for the operation that contains the failed operation."""
+        """Make a copy of this error that names a larger operation, of which the failed operation is a part."""
         copy = self.about()
         copy.op, copy.seq = op, seq
         return copy
@@ -130,8 +131,8 @@ class UnsupportedOperation(CommError):  # noqa: N818 - the name io.UnsupportedOp
 class MessageTruncatedError(CommError):
     """Raised when the size of a message differs from that of the receive buffer. The communicator stays usable.
 
-    No later receive gets the message. If the message is too large, its end is lost. If the message is too short, the
-    rest of the buffer does not change.
+    No later receive gets the message. If the message is too large, the bytes that do not fit into the buffer are lost.
+    If the message is too short, the rest of the buffer does not change.
     """
 
 
@@ -159,7 +160,9 @@ class CapturedWorkError(CommError):
 
 
 class WorkCancelledError(CommError):
-    """Raised when a program asks for the result of a withdrawn operation. The communicator stays usable.
+    """Raised when a program asks for the result of an operation that was cancelled before it was matched (withdrawn).
+
+    The communicator stays usable.
 
     The operation did not happen. The class does not derive from :class:`asyncio.CancelledError`, because a task group
     or a timeout would treat such an error as its own cancellation.
@@ -180,12 +183,12 @@ class CommAbortedError(CommError):
 class CommTimeoutError(CommError, TimeoutError):
     """Raised when an operation's deadline passed; the error names the missing ranks, if the transport knows them.
 
-    The communicator is lost on every rank, unless the operation was a receive, a ``probe`` or a ``wait_signal`` whose
-    message or signal had not arrived.
+    The communicator is lost on every rank, with one exception. The communicator stays usable if the operation was a
+    receive, a ``probe`` or a ``wait_signal``, and its message or signal had not arrived.
 
     :param late: the missing ranks, the same on every rank; empty if they are unknown. If one rank is missing, ``peer``
         is that rank.
-    :param teller: the rank whose deadline has passed, if this is another rank.
+    :param teller: the rank on which the deadline has passed; None if the deadline has passed on this rank.
     """
 
     def __init__(
@@ -217,7 +220,8 @@ class CommTimeoutError(CommError, TimeoutError):
 class LeftBehindError(CommError):
     """Raised when the other ranks of a live group have completed this call, and later calls, without this rank.
 
-    The lane stays usable: this rank's next call joins the call that is open at that time.
+    The lane stays usable: the next call of this rank takes part in the call that the other ranks are making at that
+    time.
     """
 
 
@@ -233,7 +237,10 @@ class MismatchError(CommError):
 
 
 class StoreLostError(CommError):
-    """Raised when the store, where ranks meet, is lost. Communicators that are already formed stay usable."""
+    """Raised when the store, through which ranks find each other, is lost.
+
+    Communicators that are already formed stay usable.
+    """
 
 
 class DriverLostError(CommAbortedError):
@@ -246,8 +253,8 @@ class DriverLostError(CommAbortedError):
 class WorkerError(CommError):
     """Raised on rank 0 when a plan has failed on rank ``peer``; ``__cause__`` has that rank's traceback.
 
-    The communicator stays usable. Exception: if ``Driver.run_in_order`` started the plan, and the plan had called an
-    operation, the communicator is lost.
+    The communicator stays usable, with one exception. The communicator is lost if ``Driver.run_in_order`` started the
+    plan, and the plan had called an operation.
     """
 
 
@@ -309,7 +316,7 @@ class MoveLostError(CommError):
     The same error is raised if a rank closes, aborts or cancels its part in the move, or if ``convert`` raises. The
     message names the rank.
 
-    The target keeps its old version. The communicators stay usable, unless a communicator itself is lost.
+    The target keeps its old version. Each communicator stays usable, unless this communicator itself is lost.
     """
 
 
@@ -341,14 +348,18 @@ def closed_by(rank: int) -> CommAbortedError:
 
 
 def gone(rank: int | None, why: str = "its connection broke unexpectedly") -> PeerDiedError:
-    """Return the error of a communicator that has lost a rank. ``rank`` is None if the lost rank is unknown."""
+    """Return the error that ends a communicator when a rank has died or is unreachable.
+
+    :param rank: the lost rank; None if the lost rank is unknown.
+    """
     return PeerDiedError(f"{'a rank' if rank is None else f'rank {rank}'} has died or was cut off: {why}", peer=rank)
 
 
 def as_reason(reason: str | BaseException) -> str:
     """Return the reason for an abort as text in valid UTF-8.
 
-    The text of an exception may have bytes of a file's name that are invalid UTF-8, and its ``__str__`` may raise.
+    The text of an exception may contain the name of a file, and this name may be invalid UTF-8. The exception's
+    ``__str__`` may also raise an error. The function handles both cases.
     """
     try:
         text = str(reason)

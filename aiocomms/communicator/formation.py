@@ -1,4 +1,4 @@
-"""The code that forms a communicator: it finds the ranks, and chooses and opens the transports."""
+"""The code that forms a communicator: the ranks find each other, and each rank chooses and opens the transports."""
 
 from __future__ import annotations
 
@@ -50,14 +50,19 @@ async def form(
 
 
 async def adopt(pg: Any, device: str | torch.device, name: str, timeout: float) -> Communicator:
-    """Form a communicator over a process group with the arguments of :func:`aiocomms.from_process_group`."""
+    """Form a communicator over a process group of torch.
+
+    The arguments are those of :func:`aiocomms.from_process_group`.
+    """
     where = await settled(device)
     plan = await run_in_thread(functools.partial(choose_adopter, pg, where, {}), anyhow=True)
     return await _form(plan, None, pg.rank(), pg.size(), name, where, timeout)
 
 
 async def settled(value: str | torch.device) -> torch.device:
-    """Return the device that an argument names; for "cuda" without a number, this thread's current CUDA device.
+    """Return the device that an argument names.
+
+    If the argument is "cuda" without a number, and there is a GPU, return the current CUDA device of this thread.
 
     :raises ArgumentError: the argument names no device.
     """
@@ -70,7 +75,7 @@ async def settled(value: str | torch.device) -> torch.device:
 
 
 def _starts_cuda() -> bool:
-    """Start CUDA, which takes some tenths of a second; return whether there is a GPU."""
+    """Initialize CUDA, and return whether there is a GPU. The initialization takes some tenths of a second."""
     if not torch.cuda.is_available():
         return False
     torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -125,7 +130,11 @@ async def _form(
 
 
 async def _counted(rendezvous: StoreRendezvous) -> Callable[[], None] | None:
-    """Count torch's threads. On one rank, return a function that warns if the host's ranks have too many threads."""
+    """Add this process's torch threads to a counter of its host in the store.
+
+    :returns: on one of the ranks that share a counter, a function that warns if these ranks have too many threads. On
+        the other ranks, None.
+    """
     store = rendezvous.store
     if store is None or not crowding.may_crowd(rendezvous.size):
         return None
@@ -134,18 +143,22 @@ async def _counted(rendezvous: StoreRendezvous) -> Callable[[], None] | None:
 
 
 _launched: WeakValueDictionary[tuple[str, int], Store] = WeakValueDictionary()
-"""The launcher's stores by host and port. The communicators that use a store keep it alive."""
+"""The launcher's stores.
+
+The keys are the hosts and ports. A store stays alive as long as a communicator uses the store.
+"""
 
 
 @uncompiled
 def get_comm(group: Communicator | str | None = None) -> Communicator:
     """Return an open communicator.
 
-    :param group: a communicator, which is returned unchanged; or a name; ``""`` or None for the default, ``"world"``.
-    :raises ArgumentError: no open communicator has the name, or several communicators have the name and this task
-        opened none of them.
-    :raises ArgumentTypeError: ``group`` is neither a communicator nor a name. For a process group of torch, the message
-        says how to form a communicator over it.
+    :param group: a communicator, which is returned unchanged, or the name of a communicator. ``""`` and None stand for
+        the default name ``"world"``.
+    :raises ArgumentError: no open communicator has the name, or several communicators have the name and the calling
+        task opened none of them.
+    :raises ArgumentTypeError: ``group`` is neither a communicator nor a name. If ``group`` is a process group of torch,
+        the message explains how to form a communicator over the process group.
     """
     if isinstance(group, Communicator):
         return group

@@ -98,7 +98,7 @@ class GatherObject(_ObjectCollective, frozen=True, eq=False):
 
 
 class ScatterObject(_ObjectCollective, frozen=True, eq=False):
-    """Every rank ``r`` gets the root's object number ``r``."""
+    """Every rank ``r`` gets the object with index ``r`` in the root's list."""
 
     name = kind = "scatter_object"
 
@@ -222,7 +222,7 @@ def _scatter(g: Context, op: ScatterObject) -> Steps:
 
 
 def _pass_on(g: Context, parcels: Mapping[int, Parcel]) -> Steps:
-    """Send objects to ranks."""
+    """Send one encoded object to each rank in ``parcels``."""
     for parcel in parcels.values():
         yield from parcel.prepared()
     yield [g.send(t, r) for r, parcel in parcels.items() for t in (parcel.header, parcel.body, *parcel.messages)]
@@ -234,11 +234,11 @@ class Objects(Issuer):
     """The methods that send Python objects.
 
     An object may hold None, bool, int (64 bits), float, str, bytes, list, tuple, dict, and torch's Tensor, dtype,
-    device and Size. The encoding, with the tensors, has at most :data:`aiocomms.ops.codec.MAX_OBJECT_BYTES` bytes.
-    Tensors in the object must not be changed until the work is done. All other values in the object may be changed as
-    soon as the call returns. Large tensors and bytes are sent from their own memory, and received into the memory of
-    the result. A tensor on a GPU arrives on the device of the receiver's communicator if that is a GPU. Any other
-    tensor arrives on the CPU.
+    device and Size. The encoding, which includes the tensors, has at most :data:`aiocomms.ops.codec.MAX_OBJECT_BYTES`
+    bytes. Tensors in the object must not be changed until the work is done. All other values in the object may be
+    changed as soon as the call returns. Large tensors and bytes are sent from their own memory, and received into the
+    memory of the result. A tensor on a GPU arrives on the device of the receiver's communicator if this device is a
+    GPU. Any other tensor arrives on the CPU.
 
     With ``pickle=True`` the object may be any object that ``pickle`` accepts. The sender and all receivers must pass
     ``pickle=True``, because unpickling runs code that the sender chooses.
@@ -258,7 +258,7 @@ class Objects(Issuer):
 
         :param obj: the object.
         :param dst: the receiving rank.
-        :param tag: the tag of the ``recv_object`` that the object matches: a 32-bit signed integer. Objects never match
+        :param tag: the tag, a 32-bit signed integer. The matching ``recv_object`` has the same tag. Objects never match
             receives of tensors.
         :param pickle: whether to send a pickle.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
@@ -280,14 +280,15 @@ class Objects(Issuer):
         """Receive an object from another rank or, if the communicator's device is the CPU, from this rank.
 
         :param src: the sending rank.
-        :param tag: the tag of the ``send_object`` that the receive matches: a 32-bit signed integer.
+        :param tag: the tag, a 32-bit signed integer. The matching ``send_object`` has the same tag.
         :param pickle: whether to expect a pickle, and load it.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout. If
             no message has arrived at the deadline, only the receive fails, and the communicator stays usable.
         :returns: the work; its result is the object.
         :raises ArgumentError: an argument is wrong.
-        :raises ProtocolError: the work raises this error if the bytes encode no object, or only one end uses pickle.
+        :raises ProtocolError: the work raises this error if the bytes encode no object, or if one end uses pickle and
+            the other end does not.
         """
         return self._issue(RecvObject(src, tag, pickle), hints, timeout)
 
@@ -304,10 +305,10 @@ class Objects(Issuer):
 
         :param obj: the object on the root; ignored on other ranks.
         :param root: the rank whose object is sent.
-        :param pickle: whether to send and expect a pickle.
+        :param pickle: whether the root sends a pickle and the other ranks expect a pickle.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
-        :returns: the work; its result is the object; on the root, a copy of the object.
+        :returns: the work. The result of the work is the object. On the root, the result is a copy of the object.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises ProtocolError: the work raises this error in the same cases as the work of :meth:`recv_object`.
         """

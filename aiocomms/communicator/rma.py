@@ -36,8 +36,9 @@ class OneSided(Issuer):
         :returns: the window, once every rank's part is open.
         :raises ArgumentError: the tensor cannot be opened; nothing was sent.
         :raises MismatchError: the ranks' dtypes differ; the communicator stays usable.
-        :raises CommAbortedError: the call was cancelled on another rank. A cancelled call loses the communicator,
-            because the other ranks may already have the window, and would wait for its close.
+        :raises CommAbortedError: the call was cancelled on another rank. The communicator is lost after a cancelled
+            call, because the other ranks may already have the window. They would wait for this rank to close the
+            window.
         :raises UnsupportedOperation: no transport of this communicator has RMA.
         """
         return await self._begin_window(tensor, timeout)
@@ -47,7 +48,8 @@ class OneSided(Issuer):
     ) -> Coroutine[Any, Any, Window]:
         """Start the collectives that open a window, and return a coroutine that awaits them.
 
-        :param name: the window's name in reports; None: a name with its number; empty: reports leave the window out.
+        :param name: the window's name in reports. If ``name`` is None, the name is made from the window's number. If
+            ``name`` is empty, reports do not list the window.
         """
         works: list[Work[Any]] = [self._issue_in_order(ops.WindowOpen(tensor), timeout=timeout)]
         name = f"window {next(self._core.recorder.window_numbers)}" if name is None else name
@@ -88,7 +90,10 @@ class OneSided(Issuer):
 
     @contextlib.contextmanager
     def _all_or_none(self, works: Sequence[Work[Any]]) -> Iterator[None]:
-        """Lose the communicator if the opening fails or is cancelled, because other ranks may have the window."""
+        """Declare the communicator lost if the opening of a window fails or is cancelled.
+
+        Other ranks may already have the window.
+        """
         try:
             yield
         except BaseException as error:
@@ -113,9 +118,10 @@ class Window(Handle):
     source may be reused. The data of a ``put`` has arrived when a later ``flush`` is done, or when the peer gets a
     later ``signal``.
 
-    ``async with`` closes the window. If the body raises, the exit only starts the close, and raises the error at once.
-    An awaited close could wait forever. The bodies of the other ranks may wait for ops that this rank will never call,
-    and those ranks close the window only after their bodies. The window is closed when every rank has closed it.
+    ``async with`` closes the window. If the body raises an error, the exit starts the close, does not await the close,
+    and raises the error at once. An awaited close could wait forever: the other ranks close the window only after their
+    bodies, and these bodies may wait for ops that this rank will never call. The window is closed when every rank has
+    closed it.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_shortcuts")
@@ -205,14 +211,16 @@ class Window(Handle):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:
-        """Write runs of a tensor's elements, all of one length, into a rank's part of the window, in one operation.
+        """Write runs of a tensor's elements into a rank's part of the window, in one operation.
+
+        A run is a sequence of consecutive elements. All runs have the same length.
 
         The call corresponds to ``MPI_Put`` with datatypes of ``MPI_Type_create_indexed_block``.
 
         :param tensor: a tensor of any shape and of the window's dtype; it must not be changed until the work is done.
         :param dst: the rank whose part is written; may be this rank.
         :param offsets: for each run, the index of its first element in the part of ``dst``, as a list or an int64
-            tensor on the CPU. A tensor is faster.
+            tensor on the CPU. A tensor is faster than a list.
         :param starts: for each run, the index of its first element in the tensor; as many as ``offsets``.
         :param count: the number of elements of each run.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
@@ -234,7 +242,7 @@ class Window(Handle):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:
-        """Read runs of elements, all of one length, from a rank's part of the window into a tensor; see :meth:`put_v`.
+        """Read runs of elements of equal length from a rank's part of the window into a tensor; see :meth:`put_v`.
 
         :param tensor: the tensor to read into, of any shape and of the window's dtype.
         :param src: the rank whose part is read; may be this rank.
@@ -279,7 +287,7 @@ class Window(Handle):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[int]:
-        """Add a number to an element of a rank's part of the window, atomically.
+        """Atomically add a number to an element of a rank's part of the window.
 
         :param dst: the rank whose part is changed; may be this rank.
         :param offset: the index of the element; the window's dtype must be int32 or int64.
@@ -302,7 +310,7 @@ class Window(Handle):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[int]:
-        """Replace an element of a rank's part of the window if it has the expected value, atomically.
+        """Atomically replace an element of a rank's part of the window if the element has the expected value.
 
         :param dst: the rank whose part is changed; may be this rank.
         :param offset: the index of the element; the window's dtype must be int32 or int64.
@@ -310,7 +318,8 @@ class Window(Handle):
         :param value: the value that replaces the expected one.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
-        :returns: the work; its result is the element's old value. It equals ``expected`` if the element was replaced.
+        :returns: the work; its result is the element's old value. The old value equals ``expected`` if the element was
+            replaced.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: the window's dtype has no atomics.
         """
@@ -334,7 +343,9 @@ class Window(Handle):
     def wait_signal(
         self, src: int, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Work[None]:
-        """Wait for one signal of a rank, and consume the signal. Signals that are not yet consumed are counted.
+        """Wait for one signal of a rank, and consume the signal.
+
+        Signals that arrive before a wait are counted, so each of them completes one later wait.
 
         :param src: the rank that signals; may be this rank.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
@@ -366,13 +377,14 @@ class Window(Handle):
         :param rank: the rank whose part is mapped; may be this rank.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
-        :returns: the work; its result is a tensor of that rank's shape, valid until the window is closed.
+        :returns: the work; its result is a tensor with the shape of the part of ``rank``. The tensor is valid until the
+            window is closed.
         :raises UnsupportedOperation: the ranks share no memory.
         """
         return self._comm._issue(ops.MapRemoteTensor(self._info, rank), hints, timeout)
 
     def mapped(self, rank: int) -> bool:
-        """Return whether a rank's part is also mapped in this process, so that :meth:`map_remote_tensor` returns it.
+        """Return whether a rank's part is mapped in this process. If so, :meth:`map_remote_tensor` can return the part.
 
         The answer does not change after the window is opened. On the CPU, this process reads and writes a mapped part
         directly, as in a window of ``MPI_Win_allocate_shared``. On a GPU, the GPU copies the data. Access to other

@@ -24,7 +24,10 @@ _T = TypeVar("_T")
 
 
 def started(method: Callable[Concatenate[Any, _P], Work[_T]]) -> Callable[Concatenate[Any, _P], BlockingWork[_T]]:
-    """Return the same method, typed for a class whose ``_issue`` returns a :class:`BlockingWork`."""
+    """Return ``method`` itself, annotated to return a :class:`BlockingWork`.
+
+    The function is for methods of a class whose ``_issue`` returns a :class:`BlockingWork`.
+    """
     return cast("Any", method)  # type: ignore[no-any-return]
 
 
@@ -74,7 +77,7 @@ class BlockingWindow(Handle):
     map_remote_tensor: Final = started(Window.map_remote_tensor)
 
     def mapped(self, rank: int) -> bool:
-        """Return whether a rank's part is memory of this process, too; see :meth:`Window.mapped`."""
+        """Return whether this process also maps the memory of a rank's part; see :meth:`Window.mapped`."""
         return self._window.mapped(rank)
 
     def close(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
