@@ -1,1 +1,1 @@
-"""Lowering of ops that a transport lacks: schedules of sends and receives, windows over messages, and routing."""
+"""The code that implements ops which a transport lacks, by sends and receives, and the routing of ops to transports."""

@@ -1,9 +1,9 @@
-"""Probes and receives from any of several ranks, built from a transport's probes and non-blocking takes.
+"""Probes and receives from any of several ranks, implemented by a transport's ops ``Probe`` and ``Take``.
 
-A transport's probe does not take a message. So an op that waits for a message from several ranks has a probe for each
-rank. When a probe ends, the op takes the message, or waits again if another receive has taken the message. So no
-message is lost. A receive that names one source goes to the transport directly. Such a receive has precedence over the
-ops of this module.
+A transport's ``Probe`` finds a message, but does not receive the message. A ``Take`` is a non-blocking receive. So an
+op that waits for a message from several ranks has a probe for each rank. When a probe ends, the op takes the message,
+or waits again if another receive has taken the message. So no message is lost. A receive that names one source goes to
+the transport directly. Such a receive has precedence over the ops of this module.
 
 The ops that wait for one tag are in one queue, in the order of their calls. A queue has at most one probe for each
 rank.
@@ -25,9 +25,9 @@ from aiocomms.progress.inflight import LaneWork
 from aiocomms.transport import OP_RESULT, Completion, conclude
 
 FROM_ANY: Final[frozenset[type[ops.Op]]] = frozenset({ops.ProbeAny, ops.RecvAny, ops.RecvMessage})
-"""The op types that this module carries."""
+"""The types of the ops that this module implements."""
 _REMEMBERED: Final = 256
-"""The most tags for which the rank of the last message is remembered."""
+"""The largest number of tags for which the rank of the last message is remembered."""
 
 
 class Arrivals:
@@ -60,7 +60,7 @@ class Arrivals:
                     work.abandon(error)
 
     def clear(self) -> None:
-        """Forget all ops, because their works have ended."""
+        """Remove all ops from the queues, because the works of these ops have ended."""
         for queue in self._queues.values():
             queue.calls.clear()
             queue.looks.clear()
@@ -118,7 +118,9 @@ class _Queue:
             self.look(src, more=src != last)
 
     def look(self, src: int, *, more: bool = True) -> None:
-        """Probe a rank, and offer its messages to the waiting calls, until no message or no waiting call is left.
+        """Probe a rank, and offer each message that a probe finds to the waiting calls.
+
+        The method returns when a probe is pending, or when no call waits for a message of the rank.
 
         :param more: see :attr:`aiocomms.ops.Probe.more`.
         """
@@ -138,7 +140,7 @@ class _Queue:
         return next((call for call in self.calls if src in call.sources), None)
 
     def seen(self, look: _Look) -> None:
-        """Handle a probe that has ended after ``post`` returned."""
+        """Handle the end of a probe that was still pending when ``post`` returned."""
         if self.looks.get(look.op.src) is look:
             self._handle(look)
             self.look(look.op.src)
@@ -175,7 +177,7 @@ class _Queue:
 
 
 class _AnyCall:
-    """One op that waits for a message or takes one."""
+    """One op that waits for a message or is receiving a message."""
 
     def __init__(
         self, op: Any, work: Completion, queue: _Queue, stream: Callable[[], AbstractContextManager[object]]
@@ -187,13 +189,14 @@ class _AnyCall:
         self.sources: set[int] = set(op.sources)
         """The ranks from which a message may still come."""
         self.stopped: CommError | None = None
-        """The error with which the op ends if its lane was given up."""
+        """The error with which the op ends if the op's lane was aborted."""
         self._taking: _Taking | None = None
 
     def offer(self, message: ops.Message) -> bool:
         """Offer a message to the op.
 
-        :returns: True if the op tries to take the message. Then the ops behind it in the queue must probe again.
+        :returns: True if the op tries to take the message. The later ops in the queue then need the result of a new
+            probe.
         """
         # The program sees the call's own tag, not the tag of the lane's message.
         named = message._replace(tag=cast("Any", self.work.op).tag)
@@ -209,7 +212,7 @@ class _AnyCall:
         return True
 
     def _room_for(self, message: ops.Message) -> Tensor:
-        """Return a tensor for a message."""
+        """Return the tensor into which a message is received: the result of ``into``, or a new tensor."""
         comm, into = self.queue.comm, self.op.into
         if into is None:
             return buffers.empty(message.numel, dtype=message.dtype, device=comm.device)
@@ -263,7 +266,7 @@ class _AnyCall:
 
 
 class _Look:
-    """The completion of a native probe, for the transport."""
+    """The object through which the transport completes a native probe; see :class:`aiocomms.transport.Completion`."""
 
     __slots__ = ("__weakref__", "_queue", "ended", "op", "outcome", "posted")
 
@@ -275,7 +278,7 @@ class _Look:
         self._queue = queue
         self.ended: bool = False
         self.posted: bool = False
-        """True once the post of the probe has returned."""
+        """True once ``post`` has returned for this probe."""
         self.outcome: Any = None
 
     def done(self) -> bool:
@@ -294,7 +297,7 @@ class _Look:
 
 
 class _Taking:
-    """The completion of a non-blocking take, for the transport."""
+    """The object through which the transport completes a ``Take``; see :class:`aiocomms.transport.Completion`."""
 
     __slots__ = ("__weakref__", "_call", "ended", "op")
 

@@ -1,10 +1,10 @@
-"""Abort of a lane: if one rank gives a lane up, all ranks do. The communicator and its other lanes continue.
+"""The abort of a lane: if one rank aborts a lane, all ranks abort the lane. The communicator's other lanes continue.
 
-The rank sends a notice to every other rank. Each rank that gets a notice also sends notices, once per lane. A pending
-op of the lane ends when the transport no longer uses its tensors: unmatched receives are withdrawn, and no further
-messages are sent. Messages between two ranks keep their order. So after a rank's notice, no more messages of the lane
-come from that rank. The receiver of the notice receives and drops the messages that have arrived, so that the sender's
-tensors are released.
+The rank sends a notice to every other rank. Each rank that gets a notice also sends notices, once per lane. Unmatched
+receives of the lane are withdrawn, and no further messages are sent. A pending op of the lane ends when the transport
+no longer uses the op's tensors. Messages between two ranks keep their order. So after a rank's notice, no more messages
+of the lane come from that rank. The receiver of the notice receives and drops the messages that have arrived, so that
+the sender's tensors are released.
 
 A rank begins to receive notices at its first operation on a lane. Earlier notices wait like any unmatched message.
 """
@@ -29,13 +29,16 @@ from aiocomms.ops import buffers
 from aiocomms.transport import OP_RESULT, Completion
 
 REMEMBERED: Final = 2**12
-"""The most given-up lanes that are remembered. Operations on lanes that were given up earlier are not refused."""
+"""The largest number of aborted lanes that are remembered.
+
+If more lanes are aborted, a rank forgets the oldest of them. Operations on a forgotten lane are not refused.
+"""
 
 _BYTES: Final = 1024
 _LONGEST_LANE, _LONGEST_REASON = 60, 120
-"""The most characters of a key, and of a reason, in a notice."""
+"""The largest numbers of characters of a lane's key, and of the reason, in a notice."""
 _MOST_TAGS: Final = 16
-"""The most messages that a notice lists."""
+"""The largest number of messages that a notice lists."""
 
 
 _Channel = Annotated[int, msgspec.Meta(ge=0, le=ops.RMA_REPLY)]
@@ -43,15 +46,15 @@ _Tag = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class _GivenUp(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A notice to another rank that a lane is given up."""
+    """A notice that tells another rank that a lane is aborted."""
 
     number: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
     lane: str
     reason: str
     first: Annotated[int, msgspec.Meta(ge=0)]
-    """The rank that gave the lane up first."""
+    """The rank that aborted the lane first."""
     tags: list[tuple[_Channel, _Tag]]
-    """The channels and tags of messages to the receiver of the notice that may still be unmatched."""
+    """The channels and tags of the lane's messages that may still be unmatched at the receiver of the notice."""
 
 
 _CODEC = ControlCodec[_GivenUp](_GivenUp, "the end of a lane", dialect=Dialect("ends of lanes", b"aioL", 2))
@@ -67,7 +70,7 @@ class Stopping(Protocol):
         """See :meth:`aiocomms.transport.Transport.post_at_once`."""
 
     def forget(self, number: int, rank: int) -> None:
-        """Forget a lane's messages from a rank, which sends no more messages in the lane."""
+        """Forget a lane's messages from a rank, because the rank sends no more messages in the lane."""
 
 
 class LaneAborts:
@@ -77,10 +80,10 @@ class LaneAborts:
         self._comm = comm
         self._router = router
         self.given_up: dict[int, LaneAbortedError] = {}
-        """The errors of given-up lanes, by lane number."""
+        """The errors of aborted lanes, by lane number."""
         self._listening = self._closed = False
         self._ears: dict[int, _Ear] = {}
-        """The receive of the next notice of each rank."""
+        """The pending receive of the next notice from each rank."""
 
     def listen(self) -> None:
         """Start to receive the notices of other ranks. Idempotent."""
@@ -110,7 +113,7 @@ class LaneAborts:
         self._post(ear)
 
     def _drop(self, src: int, channel: int, tag: int) -> None:
-        """Drop the unmatched messages of a rank, by empty receives, which match messages of any size."""
+        """Drop the unmatched messages of a rank. The method uses empty receives, which match messages of any size."""
         op = ops.Recv(buffers.empty(0, dtype=torch.uint8, device=self._comm.device), src, tag, channel)
         while True:
             sink = _Sink(op)
@@ -144,7 +147,10 @@ class LaneAborts:
             self._drop(rank, channel, tag)
 
     def _end(self, told: _GivenUp) -> None:
-        """Give a lane up on this rank and notify the other ranks, unless this rank has already done so."""
+        """Abort a lane on this rank, and notify the other ranks.
+
+        If this rank has already aborted the lane, do nothing.
+        """
         number = told.number
         if number in self.given_up:
             return
@@ -163,7 +169,7 @@ class LaneAborts:
 
 
 class _Message:
-    """The completion of a message that no user awaits."""
+    """The object through which the transport completes a message that no program awaits."""
 
     __slots__ = ("__weakref__", "ended", "op")
 
@@ -187,7 +193,7 @@ class _Message:
 
 
 class _Sink(_Message):
-    """The completion of a receive that drops a message."""
+    """The object through which the transport completes a receive whose message is dropped."""
 
     __slots__ = ("took",)
 
@@ -206,7 +212,7 @@ class _Sink(_Message):
 
 
 class _Ear(_Message):
-    """The completion of the receive of one rank's next notice."""
+    """The object through which the transport completes the receive of the next notice from one rank."""
 
     __slots__ = ("_ends",)
 

@@ -1,9 +1,10 @@
-"""Lanes over messages: collectives match by the key of their lane, and by the order of calls within the lane.
+"""Lanes over messages. Collectives match by the key of their lane, and by the order of calls within the lane.
 
-If the transport does not carry lanes itself, the collectives of a lane become messages, whose tags are derived from the
-lane's key. So two lanes have no order between them, and an early message waits for its receive like any other message.
-The collectives of one lane run one after the other, so the order of calls is enough to match them. A lane needs no
-counter that all ranks share. A lane without pending ops needs no memory.
+If the transport does not implement lanes itself, the collectives of a lane are executed as messages. The tags of these
+messages are derived from the lane's key. So collectives of different lanes may be called in different orders on
+different ranks. A message that arrives before its receive is posted waits, like any other message. The collectives of
+one lane run one after the other, so the order of calls is enough to match them. A lane needs no counter that all ranks
+share. A lane without pending ops needs no memory.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ Key = str | bytes | int
 """The key of a lane. Keys of different types are never equal."""
 
 _ABOVE = 1 << 62
-"""The lower bound of tags of lanes; user tags and tags of other collectives are less than 2**31."""
+"""The smallest tag of a lane's message. User tags and the tags of other collectives are less than 2**31."""
 _BITS = _ABOVE - 1
 GIVEN_UP = 1 << 61
-"""The tag of notices about lanes that are given up, on the channel of collectives."""
+"""The tag of notices about aborted lanes. These notices use the channel of collectives."""
 _MOST_FINGERPRINTS = 4096
 _SPREAD = 0x9E3779B97F4A7C15
-"""The distance between a lane's tags. It is odd, so lanes with close numbers share no small tags."""
+"""The distance between the tags of two messages of a lane whose user tags differ by 1.
+
+The distance is odd. So for small user tags, lanes with close numbers get different tags.
+"""
 
 
 def number_of(key: Key) -> int:
@@ -56,7 +60,8 @@ def tag_of(number: int, tag: int) -> int:
 def collective_tag(number: int, op: Any) -> int:
     """Return the tag of a collective's messages, derived from the lane, the kind, the operator and the root.
 
-    Collectives that differ only in size or dtype have the same tag. This mismatch is found when a message arrives.
+    Collectives that differ only in size or dtype have the same tag. If ranks call such collectives, the receiver finds
+    the mismatch when a message arrives.
     """
     what = (op.name, getattr(op, "root", None), getattr(op, "op", None))
     fingerprint = _fingerprints.get(what)
@@ -68,7 +73,10 @@ def collective_tag(number: int, op: Any) -> int:
 
 
 _fingerprints: dict[tuple[object, ...], int] = {}
-"""The fingerprints of the kinds of collectives that this process has called on lanes."""
+"""The fingerprint of each kind of collective that this process has called on lanes.
+
+A fingerprint is a hash of the collective's name, root and operator.
+"""
 
 
 def collective_tags(number: int) -> list[int]:
@@ -101,7 +109,8 @@ class _LaneRun(Run):
     def begin(self) -> None:
         """Start the run once the previous run of the lane has ended.
 
-        The program's call has already returned and cannot raise an error. So an error ends the communicator.
+        The call with which the program started the collective has already returned, and cannot raise an error. So an
+        error ends the communicator.
         """
         self._posted = True
         self.advance()
@@ -116,7 +125,7 @@ class _LaneRun(Run):
 
 
 class _Turn(deque[_LaneRun]):
-    """The queue of one lane's collectives. Only the first collective is under way."""
+    """The queue of one lane's collectives. The first collective is running, and the others wait for it to end."""
 
     def __init__(self, turns: dict[int, _Turn], number: int) -> None:
         super().__init__()
@@ -136,7 +145,7 @@ class _Turn(deque[_LaneRun]):
                 raise
 
     def look(self) -> None:
-        """Start the next collective if the first has ended.
+        """Start the next collective if the running collective has ended.
 
         The function does not recurse, because thousands of collectives may end at once.
         """

@@ -13,13 +13,14 @@ from aiocomms.transport import OP_RESULT, Completion, conclude
 M = TypeVar("M", ops.Send, ops.Recv, ops.Probe)
 
 Queues = dict[tuple[int, int], deque[tuple[M, Completion]]]
-"""The ops that wait for their counterparts, by channel and tag."""
+"""The unmatched ops of one kind. The keys are the channel and the tag."""
 
 
 class Loopback:
     """The sends, receives and probes of one rank to and from itself.
 
-    Of a send and its receive, the op that is posted later copies the message. A send of any size waits for its receive.
+    When the second op of a matching pair is posted, this op copies the message. A send of any size waits for its
+    receive.
     """
 
     def __init__(self, rank: int) -> None:
@@ -90,7 +91,7 @@ class Loopback:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all ops, because their works have ended."""
+        """Remove all ops from the queues, because the works of these ops have ended."""
         self._sends.clear()
         self._recvs.clear()
         self._probes.clear()

@@ -1,4 +1,4 @@
-"""The routing of each op type on a communicator: to a transport, to a schedule of messages, or to an error."""
+"""The choice of what executes each op type on a communicator: a transport, a schedule of messages, or an error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ LaneRoute = Callable[[ops.Op, int, LaneWork[Any]], float | None]
 
 
 class Router(dict[type[ops.Op], Route]):
-    """The routes of one communicator, by op type. The route of an op type is chosen at the first call of that type."""
+    """The route of each op type on one communicator.
+
+    The route of an op type is chosen at the first call of that type.
+    """
 
     def __init__(self, comm: Poster, transports: Mapping[ops.Family, Transport]) -> None:
         self._comm = comm
@@ -52,7 +55,7 @@ class Router(dict[type[ops.Op], Route]):
         return route
 
     def withdraw(self, work: Completion) -> bool:
-        """Withdraw an unmatched receive or wait; return False if the op is under way."""
+        """Withdraw an unmatched receive, probe or ``wait_signal``; return False if the op is no longer unmatched."""
         if type(work.op) in FROM_ANY:
             return self.arrivals.withdraw(work)
         lowered = self._runs.get(work)
@@ -91,12 +94,12 @@ class Router(dict[type[ops.Op], Route]):
             guarded(None, transport.forget_lane, number, rank)
 
     def _lane_carrier(self) -> LaneTransport | None:
-        """Return the transport that carries collectives of lanes, or None."""
+        """Return the transport that executes the collectives of lanes natively; None if there is no such transport."""
         transport = self._transports.get("collectives")
         return cast("LaneTransport", transport) if transport is not None and transport.capabilities.lanes else None
 
     def carrier(self, op: ops.Op) -> Transport | None:
-        """Return the transport that carries an op natively, or None."""
+        """Return the transport that executes an op natively; None if there is no such transport."""
         transport = self._transports.get(op.family)
         return transport if transport is not None and type(op) in transport.capabilities.ops else None
 
@@ -113,7 +116,7 @@ class Router(dict[type[ops.Op], Route]):
         return _where_it_reduces(cls, transport.capabilities, transport.post, fallback)
 
     def _unless_to_itself(self, cls: type[ops.Op], post: Route) -> Route:
-        """Return the route of messages: ``post``, or the loopback for messages of this rank to itself."""
+        """Return a route of messages: messages of this rank to itself use the loopback, and all others use ``post``."""
         rank, loopback = self._comm.rank, self.loopback
         own: Callable[[Any, Completion], None] = loopback.recv
         if cls is not ops.Recv:
@@ -128,7 +131,7 @@ class Router(dict[type[ops.Op], Route]):
         return send if cls is ops.Send else recv
 
     def decide_within(self, cls: type[ops.Op]) -> LaneRoute:
-        """Return the route of an op type on lanes."""
+        """Choose and return the route of an op type for ops on lanes."""
         if cls in FROM_ANY and not self.carries_arrivals():
             return self._refuse_within
         transport = self._lane_carrier()
@@ -148,7 +151,10 @@ class Router(dict[type[ops.Op], Route]):
             self._messages(within(op, lane), work)
 
     def adopt(self, work: LaneWork[Any], part: RunPart) -> None:
-        """Continue with a lane's message that a shortcut has posted; ``part`` becomes the message's completion."""
+        """Continue a lane's send or receive whose message a shortcut has already posted to the transport.
+
+        :param part: the object through which the transport completes the message.
+        """
         message = ops.Batch((within(work.op, work.number),))
         run = Run(self._comm, SCHEDULES[ops.Batch](Context(self._comm, 0), message), work)
         run.adopt(part)
@@ -195,7 +201,7 @@ class Router(dict[type[ops.Op], Route]):
 
 
 class LaneRoutes(dict[type[ops.Op], LaneRoute]):
-    """The routes of lanes' ops, by op type: to a transport that carries the op in lanes, otherwise to messages."""
+    """The route of each op type on lanes: to a transport that executes the op type on lanes, or to messages."""
 
     def __init__(self, decide: Callable[[type[ops.Op]], LaneRoute]) -> None:
         self._decide = decide
@@ -211,7 +217,10 @@ def _where_it_reduces(
     post: Callable[..., float | None],
     fallback: Callable[..., float | None],
 ) -> Callable[..., float | None]:
-    """Return ``post``, or a function that first checks the operator and dtype if the transport does not support all."""
+    """Return a route that uses ``post`` if the transport supports the op's operator and dtype, and else ``fallback``.
+
+    Return ``post`` itself if the transport supports every operator and dtype, or if the op type has no operator.
+    """
     if capabilities.reductions is None or "op" not in cls.__struct_fields__:
         return post
 

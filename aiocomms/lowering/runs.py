@@ -30,10 +30,10 @@ class Poster(Protocol):
     name: str
     device: torch.device
     ledger: Ledger
-    """The ledger of calls; its count of collectives is the same on all ranks, and serves as the tag of messages."""
+    """The ledger of calls. The ledger's count of collectives is equal on all ranks, and serves as a tag of messages."""
 
     def post(self, op: ops.Op, work: Completion) -> None:
-        """Pass an op to the transport that carries the op."""
+        """Pass an op to the transport that executes the op."""
 
     def withdraw(self, work: Completion) -> bool:
         """Withdraw an unmatched receive; return False if a message has matched it."""
@@ -56,7 +56,7 @@ class Offload(ops.Op, frozen=True, eq=False):
 
 
 class AloneError(Exception):
-    """An error that a schedule raises after its last message: the op fails on this rank only."""
+    """The error that a schedule raises after its last message if the op fails on this rank only."""
 
     def __init__(self, error: CommError) -> None:
         super().__init__(str(error))
@@ -80,7 +80,10 @@ class Run:
         self.work: Completion = work
 
     def advance(self) -> None:
-        """Continue on the caller's CUDA stream, so that GPU work of the steps follows the caller's enqueued work."""
+        """Continue on the caller's CUDA stream.
+
+        The GPU work of the steps then runs after work that the caller has enqueued.
+        """
         if self._stream is None:
             self._advance()
         else:
@@ -90,8 +93,8 @@ class Run:
     def _advance(self) -> None:
         """Post the next step, and further steps while each step completes at once.
 
-        An error before the first message goes to the caller, and nothing was sent. A later error ends the communicator:
-        the other ranks are in the middle of an op that this rank cannot finish.
+        An error before the first message is raised to the caller, and nothing was sent. A later error ends the
+        communicator, because the other ranks have begun an op that this rank cannot finish.
         """
         while not self.work.done():
             try:
@@ -125,14 +128,16 @@ class Run:
     def adopt(self, part: RunPart) -> None:
         """Continue after the first step.
 
-        A shortcut has posted the step's only message; ``part`` becomes this message's completion.
+        A shortcut has already posted the only message of the first step to the transport.
+
+        :param part: the object through which the transport completes this message.
         """
         (op,) = next(self._steps)
         part.__init__(self, op)  # type: ignore[misc]
         self._left, self._posted, self._only, self._parts = 1, True, part, [weakref.ref(part)]
 
     def _post(self, parts: Sequence[RunPart]) -> bool:
-        """Post messages; return False if one failed, which has ended the op and the communicator."""
+        """Post the messages of a step. Return False if a post has failed and ended the op and the communicator."""
         self._parts = [weakref.ref(part) for part in parts]
         for part in parts:
             if self._stopped is not None:  # The post of another part has stopped this run.
@@ -148,7 +153,10 @@ class Run:
         return True
 
     def _break_off(self, error: Exception) -> None:
-        """Fail an op that cannot continue; if a message was posted, end the communicator, too."""
+        """Fail an op that cannot continue.
+
+        If no message was posted, raise ``error``. Otherwise, end the communicator too.
+        """
         self._steps.close()
         self._parts = ()
         if not self._posted:
@@ -159,7 +167,10 @@ class Run:
         self._give_up(failure)
 
     def _give_up(self, error: CommError) -> None:
-        """End the op. If a message was posted, end the communicator, too: other ranks may wait for missing messages."""
+        """End the op.
+
+        If a message was posted, also end the communicator, because other ranks may wait for missing messages.
+        """
         conclude(self.work, error)
         if self._posted:
             self._comm.lose(error.about(op=self.work.op.name, rank=self._comm.rank))
@@ -226,7 +237,7 @@ class Run:
         return [part.op for part in self._unfinished() if isinstance(part.op, ops.Send)]
 
     def withdraw(self) -> bool:
-        """Withdraw the op if it has posted one receive, still unmatched, and nothing else. Otherwise return False."""
+        """Withdraw the op if its only posted message is an unmatched receive. Otherwise, return False."""
         if self._only is None or not self._only.op.withdrawable or not self._comm.withdraw(self._only):
             return False
         self._steps.close()
@@ -273,7 +284,7 @@ class BatchRun(Run):
 
 
 class RunPart:
-    """The completion of one message of a schedule, for the transport."""
+    """The object through which the transport completes one message of a schedule."""
 
     __slots__ = ("__weakref__", "_run", "ended", "op")
 

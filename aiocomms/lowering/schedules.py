@@ -25,7 +25,7 @@ RING_BYTES = 64 * 1024
 
 
 class Context:
-    """A schedule's view of a communicator. Its sends and receives have the op's tag."""
+    """The part of a communicator that a schedule uses. All sends and receives of one schedule have the same tag."""
 
     __slots__ = ("device", "rank", "size", "tag")
 
@@ -63,7 +63,7 @@ def schedule(*types: type[ops.Op]) -> Callable[[Callable[[Context, OpT], Steps]]
 
 @schedule(ops.Batch)
 def batch(g: Context, op: ops.Batch) -> Steps:
-    """Post all parts in one step, with the user's own tags."""
+    """Post all sends and receives of the batch in one step, with the tags that the program gave."""
     yield list(op.parts)
 
 
@@ -141,7 +141,10 @@ def reduce(g: Context, op: ops.Reduce) -> Steps:
 
 @schedule(ops.AllReduce)
 def all_reduce(g: Context, op: ops.AllReduce) -> Steps:
-    """Use recursive doubling for small tensors and the ring for large ones; every rank gets the same bits."""
+    """Use recursive doubling for small tensors and the ring for large tensors.
+
+    All ranks get bitwise identical results.
+    """
     accumulator = reductions.lift(op.op, op.tensor).view(-1)
     if accumulator.nbytes < RING_BYTES or accumulator.numel() < g.size:
         yield from _doubling(g, op.op, accumulator)
@@ -154,7 +157,10 @@ def all_reduce(g: Context, op: ops.AllReduce) -> Steps:
 
 @schedule(ops.Scan, ops.Exscan)
 def scan(g: Context, op: ops.Scan) -> Steps:
-    """Scan by doubling (Hillis and Steele 1986): before step k, a rank has reduced the 2^k tensors up to its own."""
+    """Scan by doubling (Hillis and Steele 1986).
+
+    Before step k, each rank holds the reduction of its own tensor and the tensors of the 2^k - 1 ranks before it.
+    """
     # Later ranks receive the first partial. An exscan adds a second one, which lacks this rank's own tensor.
     partials = [reductions.lift(op.op, op.tensor)]
     received = torch.empty_like(partials[0])
@@ -178,7 +184,8 @@ def scan(g: Context, op: ops.Scan) -> Steps:
 def _doubling(g: Context, op: reductions.ReduceOp, accumulator: Tensor) -> Steps:
     """Reduce by recursive doubling (Thakur et al. 2005, 4.5).
 
-    Each rank beyond a power of two first sends its tensor to a partner.
+    The ranks below the largest power of two run the doubling. Each other rank first sends its tensor to one of these
+    ranks, and receives the result at the end.
     """
     received = torch.empty_like(accumulator)
     power = 1 << (g.size.bit_length() - 1)

@@ -1,4 +1,7 @@
-"""Shortcuts: native code of a transport that starts plain ops, and the choice of communicators that use it."""
+"""Shortcuts: native code of a transport that starts plain ops.
+
+This module decides which communicators use shortcuts.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ T = TypeVar("T")
 def find_shortcuts(line: Line, by_family: Mapping[ops.Family, Transport], entries: int) -> Shortcuts | None:
     """Return the shortcuts of a communicator, or None if there are none or ``AIOCOMMS_PURE`` turns them off.
 
-    One transport must carry all messages and collectives; otherwise Python code routes the ops.
+    A communicator has shortcuts only if one transport executes all messages and collectives. Otherwise, Python code
+    chooses the transport of each op.
 
     :param by_family: the transports of the communicator.
     :param entries: the number of entries in the recorder's ring buffer.
@@ -44,7 +48,7 @@ def find_check(transports: Iterable[Transport]) -> Callable[[object, bool], bool
 
 @functools.cache
 def give_methods(cls: type[Any], method: Callable[[type, Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace methods of a class by native methods, which start plain ops of objects that have shortcuts.
+    """Replace methods of a class by native methods. If an object has shortcuts, its native methods start plain ops.
 
     A repeated call with the same class and ``method`` has no effect.
 
@@ -60,6 +64,6 @@ def give_methods(cls: type[Any], method: Callable[[type, Callable[..., Any]], Ca
 
 @functools.cache
 def _with_fields(cls: type[T], fields: type[Any]) -> type[T]:
-    """Return a subclass of a class of works whose fields native code provides."""
+    """Return a subclass of ``cls``, a class of works. Native code provides the fields of the subclass."""
     body = {"__slots__": (), "__module__": cls.__module__, "__doc__": cls.__doc__}
     return types.new_class(cls.__name__, (fields, cls), exec_body=lambda given: given.update(body))

@@ -1,9 +1,9 @@
 """One-sided operations (RMA) over sends and receives, for communicators without a transport that has RMA.
 
-Each rank serves its part of a window to every other rank. The rank receives and carries out the requests of each other
-rank one after the other. So requests of one rank take effect in the order of the calls. The program of the part's owner
-need not call anything, but the owner's event loop must run. A put to a rank with a busy event loop waits, unlike a put
-over a transport with RMA.
+Each rank serves its part of a window to every other rank. The rank receives the requests of each other rank, and
+executes them one at a time. So requests of one rank take effect in the order of the calls. The program of the part's
+owner need not call anything, but the owner's event loop must run. A put to a rank with a busy event loop waits, unlike
+a put over a transport with RMA.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ class _Window:
         return self.flat[offset : offset + count]
 
     def atomic(self, what: int, offset: int, first: int, second: int) -> int:
-        """Carry out an atomic operation, and return the element's previous value. Nothing else runs meanwhile."""
+        """Execute an atomic operation, and return the element's previous value.
+
+        The method does not yield to the event loop between the read and the write.
+        """
         element = self.span(offset, 1)
         before = int(element.item())
         with writing(element):
@@ -171,7 +174,7 @@ class TwoSided(Transport):
         return None
 
     def _act(self, window: _Window, op: Any) -> int | None:
-        """Carry out an operation on this rank's own part."""
+        """Execute an operation on this rank's own part."""
         what, offset, first, second = _REQUEST.unpack(self._packed(op))
         if isinstance(op, ops.Put):
             write(window.span(offset, first), op.tensor)
@@ -234,7 +237,7 @@ class TwoSided(Transport):
         self._run(close(), _Service(work.op, window))
 
     def _serve(self, window: _Window, peer: int) -> Steps:
-        """Carry out one rank's requests until that rank closes the window or sends an invalid request."""
+        """Execute one rank's requests until that rank closes the window or sends an invalid request."""
         try:
             yield from self._requests(window, peer)
         except ProtocolError as error:
@@ -271,7 +274,10 @@ class TwoSided(Transport):
 
 
 class _Service:
-    """The completion of a service or of a close; no program awaits it."""
+    """The object through which a service for one rank, or a close, is completed.
+
+    No program awaits this object.
+    """
 
     __slots__ = ("__weakref__", "_done", "_window", "op")
 
