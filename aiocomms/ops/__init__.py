@@ -1,9 +1,9 @@
-"""The operations as data: one record type per operation, with its argument checks and its result.
+"""The records of operations. Each operation has one record type, which checks the arguments and makes the result.
 
-A record describes one operation and its arguments. Transports and ``aiocomms.lowering`` execute the operation. Records
-of one ``kind`` move the same data, and differ only in the layout of their tensors. For example, ``all_gather``,
-``all_gather_v`` and ``all_gather_single`` are all of kind ``"all_gather"``, with one output chunk per rank. So a
-transport that implements all kinds implements all operations.
+A record describes one operation and its arguments. Transports and ``aiocomms.lowering`` execute the operation. Record
+types with the same ``kind`` move the same data. They differ only in the layout of their tensors. For example,
+``all_gather``, ``all_gather_v`` and ``all_gather_single`` are all of kind ``"all_gather"``, with one output chunk per
+rank. So a transport that implements all kinds implements all operations.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ from aiocomms.ops._rma import (
 )
 
 ARRIVALS: frozenset[type[Op]] = frozenset({Probe, Take})
-"""The ops that a transport must carry, besides ``P2P``, so that programs can probe and can receive from any rank."""
+"""The ops that let programs probe, and receive from any rank. A transport must implement them in addition to ``P2P``.
+"""
 P2P: frozenset[type[Op]] = frozenset({Send, Recv, Batch})
 COLLECTIVES: frozenset[type[Op]] = frozenset(
     {
@@ -90,7 +91,7 @@ COLLECTIVES: frozenset[type[Op]] = frozenset(
     }
 )
 SCANS: frozenset[type[Op]] = frozenset({Scan, Exscan})
-"""The collectives that a transport of collectives need not carry, because the core can implement them by messages."""
+"""The collectives that a transport may omit, because the core can implement these collectives by messages."""
 RMA: frozenset[type[Op]] = frozenset(
     {
         CompareSwap,
@@ -107,7 +108,7 @@ RMA: frozenset[type[Op]] = frozenset(
     }
 )
 RUNS: frozenset[type[Op]] = frozenset({PutV, GetV})
-"""Puts and gets of runs, which a transport with RMA need not carry, because the core can start one op per run."""
+"""Puts and gets of runs. A transport with RMA may omit these ops, because the core can start one op per run."""
 
 __all__ = [
     "ARRIVALS",

@@ -1,4 +1,4 @@
-"""Records of ops that messages of several ranks may match: probes, and receives from any of these ranks.
+"""Records of probes, and of receives that accept a message from any of several ranks.
 
 Transports implement :class:`Probe` and :class:`Take`. The core builds the other ops from these two ops, see
 :mod:`aiocomms.lowering.arrivals`.
@@ -25,7 +25,7 @@ Source = int | Sequence[int] | None
 
 
 class Message(NamedTuple):
-    """A message that a probe has found, and that no receive has taken before the probe."""
+    """A message that a probe has found. At that time, no receive had taken the message."""
 
     src: int
     """The rank that sent the message."""
@@ -52,10 +52,10 @@ class Received(NamedTuple):
 
 
 class Probe(Op, frozen=True, eq=False):
-    """A wait, in a transport, for a message from rank ``src`` that a receive can take.
+    """The transport's op that waits until a receive from rank ``src`` would find a message.
 
-    A probe takes no message. Its result is the value of :meth:`message`. If no message can arrive any more, the probe
-    fails as a receive does.
+    A probe does not receive the message. The probe's result is the value of :meth:`message`. If no message can arrive
+    any more, the probe fails with the error with which a receive would fail.
     """
 
     name = kind = "probe"
@@ -65,7 +65,10 @@ class Probe(Op, frozen=True, eq=False):
     tag: int = 0
     channel: int = USER
     more: bool = False
-    """True if the transport must look only once, because other probes follow at once or the caller cannot wait."""
+    """True if the transport must check for a message only once.
+
+    The reason is that the caller posts other probes immediately after this probe, or that the caller cannot wait.
+    """
 
     def message(self, nbytes: int, dtype: torch.dtype) -> Message:
         """Return the value with which a transport completes the probe."""
@@ -73,16 +76,16 @@ class Probe(Op, frozen=True, eq=False):
 
 
 class Take(Recv, frozen=True, eq=False):
-    """A receive, in a transport, of a message from rank ``src`` that has already arrived.
+    """The transport's op that receives a message from rank ``src`` if the message has already arrived.
 
-    A take does not wait. If no such message has arrived, its result is False, and it receives nothing.
+    A take does not wait. If no such message has arrived, the take's result is False, and the take receives nothing.
     """
 
     withdrawable = False
 
 
 class _Sourced:
-    """The base class of ops that messages of several ranks may match."""
+    """The base class of ops that accept a message from any of several ranks."""
 
     __slots__ = ()
 
@@ -106,7 +109,7 @@ class _FromAny(_Sourced, Op, frozen=True, eq=False):
 
 
 class ProbeAny(_FromAny, frozen=True, eq=False):
-    """A wait for a message that a receive from one of the sources would take."""
+    """The op that waits until a receive from one of the sources would find a message."""
 
     name = kind = "probe"
 
@@ -146,9 +149,9 @@ class RecvAny(_Sourced, Op, frozen=True, eq=False):
 
 
 def sources_of(src: Source, group: checks.Members, device: torch.device) -> Any:
-    """Return the ranks that ``src`` names. None names all other ranks, and on the CPU this rank, too.
+    """Return the ranks that ``src`` names. :meth:`Op.check` checks the ranks later.
 
-    The op itself checks the ranks later.
+    :param src: a rank, several ranks, or None for all other ranks. On the CPU, None includes this rank.
     """
     if src is None:
         own = device.type == "cpu"

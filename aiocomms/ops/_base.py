@@ -15,14 +15,20 @@ from aiocomms.ops.checks import CheckedComm
 Family = Literal["p2p", "collectives", "rma"]
 
 USER, COLLECTIVE, STREAM, STREAM_DATA, OBJECT, OBJECT_DATA, RMA_REQUEST, RMA_DATA, RMA_REPLY = range(9)
-"""The channels, at most 16. They separate the messages of the library's own protocols from the user's messages."""
+"""The channels of messages. There can be at most 16 channels.
+
+Channels separate the messages of the library's own protocols from the user's messages.
+"""
 
 Buffers = list[tuple[str, Tensor]]
-"""Tensors, each with its name in error messages."""
+"""A list of pairs. Each pair is the name of a tensor in error messages, and the tensor."""
 
 
 class TensorLike(Protocol):
-    """A ``torch.Tensor``, or an array of NumPy, CuPy or another library with DLPack, whose memory torch can share."""
+    """A ``torch.Tensor``, or an array of NumPy, CuPy or another library with DLPack.
+
+    torch must be able to share the array's memory.
+    """
 
     def __dlpack__(self) -> Any:
         """Export the memory, as the Python array API standard defines it."""
@@ -34,9 +40,10 @@ class TensorLike(Protocol):
 if TYPE_CHECKING:
 
     class AsTensor:
-        """The type of a field that the program sets to a tensor or an array, and that the library reads as a tensor.
+        """The type of a field for a tensor. The program may set the field to an array, but the library reads a tensor.
 
-        :func:`aiocomms.ops.arrays.checked` replaces an array by a tensor. Before that, only a check reads the field.
+        :func:`aiocomms.ops.arrays.checked` replaces an array by a tensor. Before this replacement, only the check of
+        the arguments reads the field.
         """
 
         @overload
@@ -66,7 +73,7 @@ class Op(msgspec.Struct, frozen=True, eq=False):
         """Check the arguments, before anything is sent.
 
         :raises ArgumentError: an argument is wrong.
-        :raises UnsupportedOperation: no transport can do this.
+        :raises UnsupportedOperation: no transport can execute the op with these arguments.
         """
 
     def result(self) -> Any:
@@ -105,7 +112,10 @@ def shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
 
 @cache
 def tensor_of(cls: type[Op]) -> str | None:
-    """Return the name of the field with an op type's main tensor, such as the input of all_gather, or None."""
+    """Return the name of the field that holds an op type's main tensor; None if the type has no such field.
+
+    For example, the main tensor of all_gather is the input.
+    """
     return next((name for name in ("tensor", "input", "output") if name in cls.__struct_fields__), None)
 
 
@@ -113,7 +123,10 @@ _READ_SIZE: dict[type[Op], Callable[[Any], int]] = {}
 
 
 def size_of(op: Op) -> int:
-    """Return the bytes of an op's main tensor on this rank; 0 for a barrier, a batch or an object without a tensor."""
+    """Return the size in bytes of an op's main tensor on this rank.
+
+    The size is 0 for a barrier, a batch or an object without a tensor.
+    """
     try:
         return _READ_SIZE[type(op)](op)
     except KeyError:

@@ -16,7 +16,7 @@ from aiocomms.ops.checks import CheckedComm
 
 
 class _AllGather(Op, frozen=True, eq=False):
-    """The kind ``all_gather``: ``outs(size)[r]`` becomes rank ``r``'s ``input``."""
+    """The kind ``all_gather``: on each rank, ``outs(size)[r]`` receives the ``input`` of rank ``r``."""
 
     kind = "all_gather"
 
@@ -25,7 +25,10 @@ class _AllGather(Op, frozen=True, eq=False):
 
 
 class AllGather(_AllGather, frozen=True, eq=False):
-    """The op in which ``outputs[r]`` becomes rank ``r``'s ``input``. All tensors have one shape."""
+    """The op in which, on each rank, ``outputs[r]`` receives the ``input`` of rank ``r``.
+
+    All tensors have the same shape.
+    """
 
     name = "all_gather"
     equal: ClassVar[bool] = True
@@ -94,7 +97,7 @@ class AllGatherSingle(_AllGather, frozen=True, eq=False):
 
 
 class _Gather(Op, frozen=True, eq=False):
-    """The kind ``gather``: on the root, ``outs(size)[r]`` becomes rank ``r``'s ``input``."""
+    """The kind ``gather``: on the root, ``outs(size)[r]`` receives the ``input`` of rank ``r``."""
 
     kind = "gather"
 
@@ -215,7 +218,7 @@ class Scatter(Op, frozen=True, eq=False):
 
 
 class _AllToAll(Op, frozen=True, eq=False):
-    """The kind ``all_to_all``: ``outs(size)[r]`` becomes rank ``r``'s ``ins(size)[this rank]``."""
+    """The kind ``all_to_all``: ``outs(size)[r]`` receives the chunk ``ins(size)[this rank]`` of rank ``r``."""
 
     kind = "all_to_all"
 
@@ -227,7 +230,7 @@ class _AllToAll(Op, frozen=True, eq=False):
 
 
 class AllToAll(_AllToAll, frozen=True, eq=False):
-    """The op in which ``outputs[r]`` becomes rank ``r``'s ``inputs[this rank]``.
+    """The op in which ``outputs[r]`` receives the tensor ``inputs[this rank]`` of rank ``r``.
 
     Each pair of ranks may use a different shape.
     """

@@ -18,7 +18,7 @@ class Send(Op, frozen=True, eq=False):
     paired in the order in which they were posted.
 
     :param tag: a signed 64-bit integer.
-    :param channel: the purpose of the message, 0 to 8.
+    :param channel: the number of the channel, 0 to 8. Each channel is for messages of one purpose.
     """
 
     name = kind = "send"

@@ -122,7 +122,7 @@ class Barrier(Op, frozen=True, eq=False):
 
 
 class _ReduceScatter(Op, frozen=True, eq=False):
-    """The kind ``reduce_scatter``: rank ``r``'s ``output`` becomes the reduction of all ranks' ``ins(size)[r]``."""
+    """The kind ``reduce_scatter``: rank ``r``'s ``output`` receives the reduction of all ranks' ``ins(size)[r]``."""
 
     kind = "reduce_scatter"
 

@@ -154,7 +154,7 @@ def places(name: str, values: object) -> Tensor:
     """Return the indices of the runs' first elements as a one-dimensional int64 tensor on the CPU.
 
     :param name: the argument's name, for the error.
-    :param values: such a tensor, which is returned unchanged, or a list or tuple of ints.
+    :param values: a list or tuple of ints, or a one-dimensional int64 tensor on the CPU, which is returned unchanged.
     :raises ArgumentTypeError: ``values`` has another type.
     """
     if isinstance(values, Tensor) and values.dtype is torch.int64 and values.dim() == 1 and values.is_contiguous():
@@ -170,7 +170,7 @@ def places(name: str, values: object) -> Tensor:
 
 @unaffected
 def _ends(values: Tensor) -> tuple[int, int]:
-    """Return the least and the greatest of some numbers."""
+    """Return the smallest and the largest of some numbers."""
     if not len(values):
         return 0, 0
     least, greatest = torch.aminmax(values)
@@ -178,7 +178,10 @@ def _ends(values: Tensor) -> tuple[int, int]:
 
 
 class _Runs(_OnWindow, frozen=True, eq=False):
-    """The base class of ops on runs of elements of equal length. Each run has its own source and target offset."""
+    """The base class of ops on runs (sequences of consecutive elements). All runs of an op have the same length.
+
+    Each run has its own source offset and its own target offset.
+    """
 
     def _check_runs(self, op: PutV | GetV, rank_name: str, rank: int, group: CheckedComm) -> None:
         self._check_target(rank_name, rank, group)
@@ -211,9 +214,9 @@ class PutV(_Runs, frozen=True, eq=False):
     tensor: AsTensor
     dst: int
     offsets: Tensor
-    """The first element of each run in the part, see :func:`places`."""
+    """The index of each run's first element in the rank's part of the window; see :func:`places`."""
     starts: Tensor
-    """The first element of each run in ``tensor``."""
+    """The index of each run's first element in ``tensor``."""
     count: int
     """The number of elements in a run."""
 
@@ -238,9 +241,9 @@ class GetV(_Runs, frozen=True, eq=False):
     tensor: AsTensor
     src: int
     offsets: Tensor
-    """The first element of each run in the part, see :func:`places`."""
+    """The index of each run's first element in the rank's part of the window; see :func:`places`."""
     starts: Tensor
-    """The first element of each run in ``tensor``."""
+    """The index of each run's first element in ``tensor``."""
     count: int
     """The number of elements in a run."""
 

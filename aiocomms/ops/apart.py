@@ -1,7 +1,7 @@
 """The values of an object that are sent in separate messages: large tensors, bytes and ASCII strings.
 
-This module avoids copies. A message is sent directly from the memory of bytes, a string, or a contiguous tensor on the
-communicator's device. A receive writes directly into a new tensor, bytes or str that no other code uses yet.
+This module avoids copies. A bytes object, a string, or a contiguous tensor on the communicator's device is sent
+directly from its own memory. A receive writes directly into a new tensor, bytes or str that no other code uses yet.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from aiocomms.ops.modes import unaffected
 from aiocomms.ops.writing import octets, write
 
 APART_BYTES = 32 * 1024
-"""The least size in bytes with which a tensor, bytes or ASCII string becomes a separate message."""
+"""The smallest size, in bytes, at which a tensor, bytes object or ASCII string is sent as a separate message."""
 
 MAX_APART = 2**14
-"""The largest number of separate messages of an object, without its encoding."""
+"""The largest number of separate messages of an object. The message with the object's encoding is not counted."""
 
 Item = Tensor | bytes | str
 """A value that is sent as a separate message."""
@@ -57,7 +57,7 @@ def message(item: Item, device: torch.device) -> Tensor:
 
 
 def is_message(item: Item, device: torch.device) -> bool:
-    """Return whether :func:`message` makes no copy of an item."""
+    """Return True if an item's own memory can be sent as a message. Then :func:`message` makes no copy of the item."""
     if not isinstance(item, Tensor):
         return device.type == "cpu"
     return item.device == device and item.is_contiguous() and not item.is_conj() and not item.is_neg()
@@ -102,8 +102,8 @@ class Landing:
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], nbytes: int, on_device: bool) -> Tensor:
         """Return a new tensor, on the communicator's device or on the CPU, whose data arrives later.
 
-        :raises ProtocolError: the encoding has more bytes than its sender announced, or too many values, or such a
-            tensor cannot be made.
+        :raises ProtocolError: the encoding has more bytes than its sender announced, or has too many values. The same
+            error is raised if no tensor can have this shape, or if memory is lacking.
         """
         self._take(nbytes)
         fresh = new_tensor(dtype, shape, self.device if on_device else "cpu")
@@ -113,7 +113,7 @@ class Landing:
     def bytes(self, nbytes: int) -> bytes:
         """Return a new bytes object, whose content arrives later.
 
-        :raises ProtocolError: the encoding has more bytes than its sender announced, or too many values.
+        :raises ProtocolError: the encoding has more bytes than its sender announced, or has too many values.
         """
         self._take(nbytes)
         fresh: bytes = _new_bytes(None, nbytes)
@@ -125,7 +125,7 @@ class Landing:
 
         No other code may see the string before :meth:`settle`.
 
-        :raises ProtocolError: the encoding has more bytes than its sender announced, or too many values.
+        :raises ProtocolError: the encoding has more bytes than its sender announced, or has too many values.
         """
         self._take(nbytes)
         fresh: str = _new_str(nbytes, _ASCII)
@@ -135,7 +135,7 @@ class Landing:
 
     @property
     def unsettled(self) -> bool:
-        """True if :meth:`settle` has anything to copy or to check."""
+        """True if :meth:`settle` must copy data or check strings."""
         return bool(self._staged or self._texts)
 
     def settle(self) -> None:

@@ -1,10 +1,11 @@
 """Arrays and numbers of other libraries as arguments of ops. An array that exports DLPack is accepted as a tensor.
 
-An integer of another library is accepted as an int. Arrays are not copied. Tensors cost no extra time, because the code
-looks for arrays only after a check has failed.
+An integer of another library is accepted as an int. Arrays are not copied. An op whose arguments are tensors takes no
+extra time, because the code looks for arrays only after a check has failed.
 
-torch does not check whether exported memory is read-only or a copy, and a negative stride ends the process. So this
-module checks an array's export before torch gets it. The layout is that of ``dlpack.h``, version 1.0 and earlier 0.x.
+torch does not check whether the exported memory is read-only, or whether the memory is a copy. A negative stride would
+end the process. So this module checks the exported memory of an array before torch gets the memory. The module knows
+the structures of ``dlpack.h``, version 1.0 and the earlier versions 0.x.
 """
 
 from __future__ import annotations
@@ -34,14 +35,26 @@ _SMALL: Final = {
     for dtype in checks.DTYPES - {torch.float16}
     if dtype.is_floating_point and dtype.itemsize <= 2
 }
-"""Dtypes of one or two bytes, by name, from the package ``ml_dtypes``. NumPy does not export arrays of these dtypes."""
+"""The dtypes of one or two bytes for which NumPy uses the package ``ml_dtypes``, by name.
+
+NumPy does not export arrays of these dtypes.
+"""
 _NEGATIVE: Final = 1 << 56
-"""The least stride that counts as negative, because CuPy 14 divides negative strides as unsigned numbers."""
+"""The smallest positive stride that is treated as negative.
+
+CuPy 14 divides negative strides as unsigned numbers, so its negative strides become large positive numbers.
+"""
 _WORDS: Final = {1: torch.uint8, 2: torch.uint16}
 _VERSIONED: Final = struct.Struct("=24xQ16xi12xQ")
-"""The flags of a ``DLManagedTensorVersioned``, its tensor's number of dimensions, and the address of the strides."""
+"""The format of three fields of a ``DLManagedTensorVersioned``.
+
+The fields are the flags, the number of dimensions and the address of the strides.
+"""
 _UNVERSIONED: Final = struct.Struct("=16xi12xQ")
-"""The same fields of a ``DLManagedTensor``, which has no flags."""
+"""The format of two fields of a ``DLManagedTensor``: the number of dimensions and the address of the strides.
+
+A ``DLManagedTensor`` has no flags.
+"""
 _address_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
@@ -50,9 +63,9 @@ _address_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char
 def checked(op: Asked, group: CheckedComm) -> Asked:
     """Check an op, and return it with tensors instead of arrays and with ints instead of other numbers.
 
-    The work of the returned op must return ``op.result()`` of the original op.
+    The caller must take the result of the work from ``op.result()`` of the original op, which has the program's arrays.
 
-    :raises ArgumentError: :meth:`Op.check` raises it, or an array cannot serve as a tensor.
+    :raises ArgumentError: :meth:`Op.check` raises this error, or an array cannot be used as a tensor.
     """
     try:
         op.check(group)
@@ -79,7 +92,7 @@ def _replaced(value: Any, arrays: dict[int, Tensor]) -> Any:
 
 @cache
 def _numbers(kind: type[Op]) -> frozenset[str]:
-    """Return the fields of a kind of ops that hold ints."""
+    """Return the names of an op type's fields that hold ints."""
     kinds = (int, int | None, tuple[int, ...])
     return frozenset(field.name for field in msgspec.structs.fields(kind) if field.type in kinds)
 
@@ -94,7 +107,9 @@ def is_array(value: object) -> bool:
 
 
 def as_tensor(name: str, value: Any, *, write: bool) -> Any:
-    """Return a tensor that shares an array's memory and keeps the array alive; return any other value unchanged.
+    """Return a tensor that shares an array's memory and keeps the array alive.
+
+    Return a value that is no array unchanged.
 
     :param name: the array's name in errors.
     :param write: whether the op writes the array.
@@ -123,9 +138,10 @@ def as_tensor(name: str, value: Any, *, write: bool) -> Any:
 def fitting(name: str, value: Any, device: torch.device, *, write: bool) -> Any:
     """Return an argument of an op as a tensor.
 
-    If the op only reads the array, and its library has ``ascontiguousarray``, the error names that function.
+    If the op only reads a non-contiguous array, and the array's library has ``ascontiguousarray``, the error names this
+    function.
 
-    :raises ArgumentError: :func:`as_tensor` raises it, or the array is not contiguous or not on the device.
+    :raises ArgumentError: :func:`as_tensor` raises this error, or the array is not contiguous or not on the device.
     """
     tensor = as_tensor(name, value, write=write)
     if tensor is not value and not tensor.is_contiguous():
@@ -188,7 +204,10 @@ class _Exported:
 
 
 def _look(capsule: object) -> tuple[int, tuple[int, ...]]:
-    """Return the flags of an export, and its strides in elements; no strides if the memory is contiguous."""
+    """Return the flags of an export, and its strides in elements.
+
+    The strides are empty if the export has none, because its memory is contiguous.
+    """
     try:
         address = _address_of(capsule, b"dltensor_versioned")
     except ValueError:

@@ -1,4 +1,6 @@
-"""The functions that make the library's buffers. Modes of torch that a program has switched on do not affect them.
+"""The functions that make the library's buffers.
+
+A mode of torch that a program has switched on does not affect a buffer.
 
 Each buffer is on the given device, not on torch's default device. Each buffer is an ordinary tensor, even within
 inference mode or a dispatch mode such as ``FakeTensorMode``.
@@ -19,7 +21,7 @@ Device = torch.device | str
 
 @unaffected
 def empty(*shape: Any, dtype: torch.dtype, device: Device) -> Tensor:
-    """Return a tensor whose elements are not set.
+    """Return an uninitialized tensor.
 
     :param shape: integers, or one sequence of integers.
     """
@@ -46,5 +48,5 @@ def int64(values: Sequence[int], device: Device) -> Tensor:
 
 @unaffected
 def arange(count: int, device: Device) -> Tensor:
-    """Return a one-dimensional int64 tensor of the numbers below ``count``."""
+    """Return a one-dimensional int64 tensor of the numbers from 0 to ``count - 1``."""
     return torch.arange(count, dtype=torch.int64, device=device)

@@ -1,8 +1,8 @@
-"""The argument checks. They raise an error about a wrong argument before anything is sent.
+"""The checks of arguments. A check raises an error about a wrong argument before anything is sent.
 
-Each error names the argument, the given value and the expected value. The check of a tensor takes about 0.5 µs, or
-0.2 µs if the transport has a faster check. In the common case one chain of fast attribute reads is enough. Only after
-a check has failed, slower code finds the reason of the failure.
+Each error names the argument, the given value and the expected value. The check of a tensor takes about 0.5 µs, or 0.2
+µs if the transport has a faster check. The check of a valid argument reads a few attributes. If the check fails, slower
+code finds the reason of the failure.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ TAG_MIN, TAG_MAX = -(2**31), 2**31 - 1
 
 _IS_COMPLEX = {dtype: dtype.is_complex for dtype in DTYPES}
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
-"""The types of tensors that own their memory. A tensor of another subclass may show memory that it does not own."""
+"""The types of tensors that own their memory.
+
+A tensor of another subclass may be a wrapper of memory that the tensor does not own.
+"""
 
 
 class Members(Protocol):
@@ -81,7 +84,7 @@ def readable(name: str, tensor: torch.Tensor, group: CheckedComm) -> None:
     device.
 
     :raises ArgumentTypeError: the value is not a plain ``torch.Tensor``.
-    :raises ArgumentError: the tensor breaks another of these rules.
+    :raises ArgumentError: the tensor violates another of the rules above.
     """
     if group.fast_check is not None and group.fast_check(tensor, False):
         return
@@ -104,7 +107,7 @@ def readable(name: str, tensor: torch.Tensor, group: CheckedComm) -> None:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether all elements of a tensor lie in its storage, whose size the program may have changed."""
+    """Return whether all elements of a tensor lie in its storage. The program may have made the storage smaller."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     end = (tensor.storage_offset() + last + 1) * tensor.itemsize
     return not tensor.numel() or end <= tensor.untyped_storage().nbytes()
@@ -115,7 +118,7 @@ def writable(name: str, tensor: torch.Tensor, group: CheckedComm) -> None:
 
     The rules are those of :func:`readable`. In addition, autograd must not track the tensor.
 
-    :raises ArgumentError: :func:`readable` raises it, or the tensor requires grad.
+    :raises ArgumentError: :func:`readable` raises this error, or the tensor requires grad.
     """
     if group.fast_check is not None and group.fast_check(tensor, True):
         return
@@ -182,19 +185,25 @@ def listed(name: str, tensors: Sequence[torch.Tensor], group: CheckedComm, *, wr
 
 
 def sequence(name: str, value: object) -> tuple[torch.Tensor, ...]:
-    """Check that a value is a list or tuple, and return a copy of it that the caller cannot change."""
+    """Check that a value is a list or tuple, and return it as a new tuple.
+
+    Later changes of a list have no effect on the tuple.
+    """
     if isinstance(value, (list, tuple)):
         return tuple(value)
     raise wrong_type(name, value, "a list or tuple of tensors, one per rank")
 
 
 def optional(name: str, value: object) -> tuple[torch.Tensor, ...] | None:
-    """Check a list as :func:`sequence` does, or accept None, which a rank passes instead of a list."""
+    """Check a list as :func:`sequence` does.
+
+    Accept None also, because some ranks of an op pass None instead of a list.
+    """
     return None if value is None else sequence(name, value)
 
 
 def multiple(name: str, tensor: torch.Tensor, of_name: str, of: torch.Tensor, size: int) -> None:
-    """Check that ``tensor`` has the dtype of ``of``, and ``size`` times as many elements as ``of``."""
+    """Check that ``tensor`` and ``of`` have the same dtype, and that ``tensor`` has ``size`` times as many elements."""
     same(name, tensor, of_name, of, shape=False)
     if tensor.numel() != size * of.numel():
         raise ArgumentError(

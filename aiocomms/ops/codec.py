@@ -1,6 +1,10 @@
-"""The encoding of tensors and Python objects as bytes: for a fixed set of types, or by pickle if both ends ask for it.
+"""The encoding of tensors and Python objects as bytes.
 
-The decoder checks received bytes before it uses them. It accepts no length that exceeds the received bytes.
+The encoding supports a fixed set of types. If both ends ask for pickle, the whole object is pickled, and may be of any
+type.
+
+The decoder checks received bytes before it uses these bytes. The decoder rejects an encoded length that is larger than
+the number of received bytes.
 """
 
 from __future__ import annotations
@@ -83,8 +87,9 @@ def encode(value: Any, *, pickle: bool = False, apart: Apart | None = None) -> b
     :param value: an object that consists of None, bool, int (64 bits), float, str, bytes, list, tuple, dict, and
         torch's Tensor, dtype, device and Size.
     :param pickle: whether to use pickle, which accepts any object. The receiver must ask for pickle, too.
-    :param apart: a list that gets the large tensors, bytes and ASCII strings, and the tensors that are not on the CPU.
-        The encoding only describes these values. If ``apart`` is None, the encoding contains all values.
+    :param apart: a list. The function appends the large tensors, bytes and ASCII strings, and all tensors that are not
+        on the CPU. The encoding contains only descriptions of these values. If ``apart`` is None, the encoding contains
+        all values.
     :raises ArgumentError: the object holds a value of another type, or the object is nested too deep or is too large.
     """
     if pickle:
@@ -117,8 +122,9 @@ def encode(value: Any, *, pickle: bool = False, apart: Apart | None = None) -> b
 def decode(data: bytes | bytearray | memoryview, *, pickle: bool = False, landing: Landing | None = None) -> Any:
     """Decode an object that :func:`encode` encoded.
 
-    :param pickle: whether the bytes are a pickle, and this rank has asked for pickle.
-    :param landing: the object that allocates memory for the values that are sent separately; None: there are none.
+    :param pickle: True if the bytes are a pickle. The program on this rank must have asked for pickle.
+    :param landing: the object that allocates memory for values that are sent separately; None if there are no such
+        values.
     :raises ProtocolError: the bytes do not encode an object.
     """
     if pickle:
@@ -137,20 +143,20 @@ _HEAD: Final = {
     **dict.fromkeys((0xC4, 0xD9, 0xC7), 1), **dict.fromkeys((0xC5, 0xDA, 0xC8), 2),
     **dict.fromkeys((0xC6, 0xDB, 0xC9), 4), 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4,
 }  # fmt: skip
-"""The number of bytes of the encoded length, for msgpack's types that have a length."""
+"""The number of bytes in which msgpack encodes a value's length, for each first byte of a type with a length."""
 _FIXED: Final = {
     **dict.fromkeys((0xC0, 0xC1, 0xC2, 0xC3), 0), **dict.fromkeys((0xCC, 0xD0), 1), **dict.fromkeys((0xCD, 0xD1), 2),
     **dict.fromkeys((0xCE, 0xD2, 0xCA), 4), **dict.fromkeys((0xCF, 0xD3, 0xCB), 8), 0xD4: 2, 0xD5: 3, 0xD6: 5,
     0xD7: 9, 0xD8: 17,
 }  # fmt: skip
-"""The number of bytes that follow the first byte, for msgpack's other types."""
+"""The number of bytes that follow the first byte of a value, for each first byte of msgpack's other types."""
 
 
 def count_items(data: bytes | bytearray | memoryview, depth: int = 0) -> int:
     """Count the values in a msgpack message, including the values in its tuples.
 
-    The count stops a little above :data:`MAX_ITEMS`. This function reads only the values' heads, and creates no object.
-    The decoder refuses invalid bytes later.
+    The count stops when it exceeds :data:`MAX_ITEMS`. This function reads the type and the length of each value, and
+    creates no objects. The decoder later rejects invalid bytes.
     """
     view, at, count = memoryview(data), 0, 0
     while at < len(view) and count <= MAX_ITEMS:

@@ -10,9 +10,11 @@ from aiocomms.ops.checks import Members, index
 
 
 def members(ranks: Sequence[int], group: Members, op: str = "split", least: int = 0) -> list[int]:
-    """Check the members of a new communicator: distinct ranks that include this rank, or an empty list.
+    """Check the list of the members of a new communicator.
 
-    :param least: the least number of members.
+    The list must be empty, or consist of distinct ranks that include this rank.
+
+    :param least: the smallest number of members that the list may have.
     """
     try:
         chosen = _members(ranks, group)

@@ -1,8 +1,8 @@
-"""Modes of torch that a program has switched on, and in which the library's code must not run.
+"""Protection of the library's code against modes of torch that a program has switched on.
 
 A mode belongs to a thread, so all tasks of a loop share the mode. While a task awaits within ``with FakeTensorMode():``
-or ``with torch.inference_mode():``, the loop runs all other tasks in that mode. A buffer that the library makes in this
-time would be fake, or would not be writable later.
+or ``with torch.inference_mode():``, the loop runs all other tasks in that mode. A buffer that the library makes in such
+a mode would be a fake tensor, or would not be writable later.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ def unaffected(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def stands_for_others(tensor: torch.Tensor) -> str | None:
-    """Describe a tensor that stands for other tensors and has no memory; return None for any other tensor."""
+    """Return a description of a tensor that only wraps other tensors; return None for any other tensor.
+
+    A wrapper has no memory of its own.
+    """
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return "a tensor within torch.func.vmap, grad or the like"
     return "a tensor of functionalization" if torch._is_functional_tensor(tensor) else None

@@ -1,4 +1,4 @@
-"""Reduction operators: the dtypes for which each operator is defined, and the combination of tensors."""
+"""Reduction operators, the dtypes for which each operator is defined, and the functions that combine tensors."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class ReduceOp(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, value: object) -> ReduceOp:
-        """Return the operator with a lower-case name: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"product"``.
+        """Return the operator that has one of the names ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` and ``"product"``.
 
         If ``value`` is an operator already, return it unchanged.
 
@@ -151,7 +151,8 @@ def lift(op: ReduceOp, tensor: Tensor) -> Tensor:
 def combine(op: ReduceOp, accumulator: Tensor, tensor: Tensor) -> None:
     """Compute ``accumulator = accumulator op tensor``.
 
-    The accumulator has the dtype of the result of :func:`lift`. The factor of PREMUL_SUM is already applied to both.
+    The accumulator has the dtype of the result of :func:`lift`. The factor of PREMUL_SUM is already applied to the
+    accumulator and to ``tensor``.
     """
     with writing(accumulator):
         if (signed := _SIGNED.get(accumulator.dtype)) is None:
@@ -161,7 +162,10 @@ def combine(op: ReduceOp, accumulator: Tensor, tensor: Tensor) -> None:
 
 
 def _combine_signed(op: ReduceOp, accumulator: Tensor, tensor: Tensor) -> None:
-    """Combine unsigned integers as signed integers. With the highest bit flipped, both have the same order."""
+    """Combine unsigned integers by operations on signed integers.
+
+    If the highest bit of two unsigned integers is flipped, a comparison as signed integers gives the right order.
+    """
     ordered = op.kind in ("min", "max")
     highest = torch.iinfo(accumulator.dtype).min
     if ordered:

@@ -1,4 +1,4 @@
-"""Autograd's version counters of tensors. This module increments them for writes that torch does not notice."""
+"""Autograd's version counters of tensors. This module increments the counters for writes that torch does not notice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ def _one_by_one(tensors: Sequence[Tensor]) -> None:
 
 
 def _increment() -> Callable[[Sequence[Tensor]], None]:
-    """Return torch's function that increments versions. In new releases of torch it accepts several tensors at once."""
+    """Return torch's function that increments versions.
+
+    In new releases of torch, the function accepts several tensors.
+    """
     try:
         torch._C._increment_version([])
     except TypeError:
@@ -33,7 +36,8 @@ def note_writes(op: Op, rank: int) -> None:
     """Increment, at the start of an op, the autograd version of each tensor that the op writes on this rank.
 
     Autograd compares versions, and refuses to compute a gradient from an overwritten value. All views of one tensor
-    share a version. Only torch's own operations increment the version by themselves.
+    share a version. torch increments the version for its own operations. For all other writes, this function must
+    increment the version.
     """
     if isinstance(op, InPlace):  # No list of pairs is built for these frequent ops.
         written = [] if type(op) is Broadcast and op.root == rank else [op.tensor]

@@ -1,8 +1,8 @@
-"""Reads and writes of a program's tensors as bytes, also of tensors that were made in torch's inference mode.
+"""Reads and writes of a program's tensors as bytes. The tensors may have been made in torch's inference mode.
 
 An inference tensor can be written only in inference mode. The code that ends an operation runs on the loop, outside
-this mode. The mode cannot be switched on for all of that code, because new tensors, such as those of a received object,
-would become inference tensors.
+inference mode. This code cannot run in inference mode as a whole. Otherwise, new tensors, such as those of a received
+object, would become inference tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _copies: dict[tuple[int, int], torch.cuda.Event] = {}  # the last copy on each s
 
 
 def writing(tensor: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which code can write the tensor, even if it was created in inference mode."""
+    """Return a context in which code can write the tensor, even if the tensor was created in inference mode."""
     return torch.inference_mode() if tensor.is_inference() else _AS_IT_IS
 
 
@@ -36,7 +36,10 @@ def _same_memory(tensor: Tensor) -> Tensor:
 
 
 def write(out: Tensor, source: Tensor) -> None:
-    """Copy the elements of ``source`` into ``out``, which may have another shape and may overlap it."""
+    """Copy the elements of ``source`` into ``out``.
+
+    The two tensors may differ in shape, and their memory may overlap.
+    """
     data = source.detach()
     if 0 < abs(out.data_ptr() - data.data_ptr()) < out.nbytes:
         data = data.clone()
@@ -45,7 +48,10 @@ def write(out: Tensor, source: Tensor) -> None:
 
 
 def note_copy(out: Tensor) -> None:
-    """Record a copy into GPU memory that was just enqueued on the current stream, for :func:`copies_under_way`."""
+    """Record that the caller has just enqueued a copy into ``out`` on the current stream.
+
+    :func:`copies_under_way` returns these records.
+    """
     if out.is_cuda and not torch.cuda.is_current_stream_capturing():
         stream = torch.cuda.current_stream(out.device)
         key = out.device.index, stream.cuda_stream
@@ -53,7 +59,7 @@ def note_copy(out: Tensor) -> None:
 
 
 def copies_under_way(gpu: int) -> list[torch.cuda.Event]:
-    """Return one event for each stream, which fires when the GPU has done the stream's recorded copies."""
+    """Return one CUDA event for each stream. The event completes when the GPU has done the stream's recorded copies."""
     return [event for (index, _), event in _copies.items() if index == gpu]
 
 
@@ -61,7 +67,7 @@ def octets(tensor: Tensor) -> Tensor:
     """Return a flat uint8 tensor over a contiguous tensor's memory, whatever the tensor's strides are.
 
     A contiguous tensor of at most one element may have any strides, for example ``torch.ones(2)[::2]``.
-    ``view(torch.uint8)`` refuses such strides.
+    ``view(torch.uint8)`` raises an error for such strides.
     """
     plain, count = tensor.detach(), tensor.numel()
     if count == 1:
