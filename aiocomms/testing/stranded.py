@@ -1,8 +1,8 @@
-"""The watch over the ranks of a test, which ends an op early if nothing can happen before the op's deadline.
+"""The watch over the ranks of a test. The watch ends an op early if nothing can happen before the op's deadline.
 
-A callback, a timer, a descriptor or another thread makes an asyncio loop continue. If nothing of this kind can come
-before the earliest deadline of an op, the watch ends that op. The watch cannot read other loops, such as uvloop's and
-trio's. On these loops, and in a process with other threads, ops wait for the deadline.
+A callback, a timer, a descriptor or another thread makes an asyncio loop continue. If none of these can act before the
+earliest deadline of an op, the watch ends this op. The watch cannot read the state of other loops, such as the loops of
+uvloop and trio. On these loops, and in a process with other threads, ops wait until their deadlines.
 """
 
 from __future__ import annotations
@@ -25,11 +25,17 @@ from aiocomms.progress import deadlines
 from aiocomms.progress.inflight import StartedWork
 
 PERIOD: Final = 0.25
-"""Seconds between two looks. The watch ends an op if two looks in a row find that nothing else can happen."""
+"""The time, in seconds, between two checks of the loop.
+
+The watch ends an op if two consecutive checks find that nothing else can happen.
+"""
 
 _SIMULATED: Final = "aiocomms.testing.simulation.threads"
 _QUIET: Final = {deadlines.__name__, live.__name__, _SIMULATED, "execnet.gateway_base", "pytest_timeout"}
-"""The modules whose threads call no loop: this package's, those of pytest-xdist, and the timers of pytest-timeout."""
+"""The modules whose threads do not call a loop.
+
+The threads are those of this package, those of pytest-xdist, and the timers of pytest-timeout.
+"""
 _looks: WeakSet[Any] = WeakSet()
 """The timers of all watches. These timers do not count as work of a loop."""
 
@@ -46,7 +52,10 @@ class StrandedWatch:
     """The watch over the ranks of one test. The watch costs one timer on the loop, and nothing for each op."""
 
     def __init__(self, world: Sequence[Communicator]) -> None:
-        """Begin if the state of the running loop can be read. Only calls on this thread may advance the transports."""
+        """Start the watch if the state of the running loop can be read.
+
+        The watch requires that no other thread advances the transports.
+        """
         self._world = world
         self._found: StartedWork[Any] | None = None
         self._loop = _readable_loop()
@@ -72,7 +81,7 @@ class StrandedWatch:
         self._found = None if found is None else found.work
 
     def _first(self) -> _NextEnd | None:
-        """Return the wait of this process with the earliest deadline; None if no wait has a deadline."""
+        """Return the pending op of this process with the earliest deadline; None if no pending op has a deadline."""
         waits = [
             _NextEnd(flying.work, comm, flying.posted + queue.seconds)
             for comm in directory.every_open()
@@ -82,9 +91,9 @@ class StrandedWatch:
         return min(waits, key=lambda wait: wait.deadline, default=None)
 
     def _is_last(self, wait: _NextEnd) -> bool:
-        """Return whether nothing can happen before the deadline of a wait, and the deadline is the default deadline.
+        """Return whether the watch may end a pending op, because nothing can happen before the op's deadline.
 
-        The watch does not end an op that was called with a ``timeout``.
+        The watch does not end an op that was called with a ``timeout``. For such an op, return False.
         """
         kinds = {type(transport) for comm in self._world for transport in comm._core.transports}
         others = {transport for comm in directory.every_open() for transport in comm._core.transports}
@@ -97,7 +106,7 @@ class StrandedWatch:
         )
 
     def _why(self, wait: _NextEnd) -> str:
-        """Return the text of the error: the mistake and its remedy."""
+        """Return the text of the error. The text describes the mistake and its remedy."""
         core, op = wait.comm._core, wait.work.op
         late = core.waiting_for(wait.work)
         absent = [rank for rank in late if not any(not it.idle for it in self._world[rank]._core.in_flight.look())]
@@ -141,9 +150,11 @@ def _other_threads() -> bool:
 
 
 def _is_quiet(frame: FrameType | None, target: object) -> bool:
-    """Return whether a thread runs code of the modules in ``_QUIET`` only, apart from ``socket`` and ``threading``.
+    """Return whether a thread runs code of modules in ``_QUIET``, and no other code.
 
-    :param target: the function that the thread calls later, if the thread is a timer.
+    Code of the modules ``socket`` and ``threading`` is also allowed.
+
+    :param target: if the thread is a timer, the function that the timer calls later.
     """
     modules = {getattr(target, "__module__", None)} - {None}
     while frame is not None:
@@ -155,8 +166,8 @@ def _is_quiet(frame: FrameType | None, target: object) -> bool:
 def _rests(loop: Any, fds: Collection[int | None], seconds: float) -> bool:
     """Return whether a loop has nothing to run within some seconds.
 
-    asyncio has no public call for this, so this function reads private fields. The result is False for a loop without
-    these fields.
+    asyncio has no public function that returns this state, so this function reads private fields of the loop. The
+    result is False for a loop without these fields.
 
     :param fds: the descriptors of transports. Only other threads can make these descriptors readable.
     """

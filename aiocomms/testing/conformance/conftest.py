@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run each check on the transports, loops and numbers of ranks that can change the check's result."""
+    """Run each check with all transports, loops and numbers of ranks for which the check's result may differ."""
     if "case" in metafunc.fixturenames:
         sizes, more = getattr(metafunc.function, "ranks", ((2,), ()))
         named = {name: metafunc.definition.get_closest_marker(name) is not None for name in ("loops", "core", "memory")}
@@ -43,7 +43,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def case(request: pytest.FixtureRequest) -> Iterator[World]:
-    """Yield the object that runs the ranks (the world).
+    """Yield the world, which is the object that runs the ranks.
 
     Each rank replaces the world by its :class:`Case`. pytest groups the checks by world.
     """
@@ -55,7 +55,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[World]:
 
 @pytest.fixture
 def comm() -> None:
-    """Return None, which each rank replaces by its communicator."""
+    """Return None. Each rank replaces this value by its own communicator."""
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -19,14 +19,17 @@ from aiocomms.testing.conformance.rank import Request
 from aiocomms.testing.conformance.world import GRACE, STOP, World
 
 _DUMP = 0.3
-"""Seconds in which a process must write the stacks of its threads to its file."""
+"""The time, in seconds, that a process has to write the stacks of its threads to its file."""
 
 _CLOSE = 60.0
-"""Seconds in which ranks without pending operations must close and end."""
+"""The time, in seconds, in which ranks without pending operations must close and end."""
 
 
 def _context() -> Any:
-    """Make a context whose server has imported all modules, and forks each rank in milliseconds."""
+    """Make a multiprocessing context with a fork server.
+
+    The server has imported all modules, so it forks each rank in milliseconds.
+    """
     context = multiprocessing.get_context("forkserver")
     modules = [f"{conformance.__name__}.{module.name}" for module in pkgutil.iter_modules(conformance.__path__)]
     context.set_forkserver_preload(["trio", "uvloop", *(m for m in modules if ".test_" in m), worker.__name__])
@@ -103,7 +106,10 @@ class _Member:
             pass
 
     def died(self) -> str:
-        """Describe how the process ended, with the text of the process's file."""
+        """Describe how the process ended.
+
+        The description includes the text that the process has written to its file.
+        """
         self._process.join(STOP)
         return f"its process ended with {self._process.exitcode}\n{self._dump.read_text()}"
 
@@ -117,7 +123,10 @@ class _Member:
         return f"it does not answer:\n{self._dump.read_text()}"
 
     def end(self, deadline: float) -> int:
-        """Wait for the end of the process, and return its exit code; -9 if the process was killed at the deadline."""
+        """Wait for the end of the process, and return its exit code.
+
+        If the process has not ended at the deadline, kill it, and return -9.
+        """
         self._process.join(max(deadline - time.monotonic(), 0))
         self._process.kill()
         self._process.join()
@@ -132,7 +141,7 @@ class _Member:
 
 
 class _Conversation:
-    """The reader of the ranks' pipes during one check, which forwards the notes between the ranks."""
+    """The reader of the ranks' pipes during one check. The reader also forwards the ranks' notes to each other."""
 
     def __init__(self, members: list[_Member], deadline: float) -> None:
         self._members = members
@@ -143,7 +152,7 @@ class _Conversation:
         """The ranks that kill themselves in this check."""
 
     def outcomes(self) -> list[Outcome]:
-        """Wait for the outcomes of the check, and return them by rank."""
+        """Wait for the ranks' outcomes of the check, and return the outcomes in rank order."""
         ranks = {member.pipe: rank for rank, member in enumerate(self._members)}
         while len(self._outcomes) < len(ranks):
             left = self._ends - time.monotonic()

@@ -33,7 +33,7 @@ SHAPE = (3, 2)
 class Foreign:
     """An array of a library that is neither torch nor NumPy.
 
-    The array can export its memory, but the library cannot import other memory.
+    The array can export its memory, but the library cannot import the memory of other libraries.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -69,11 +69,11 @@ class ArrayLibrary:
         return content.numpy().copy() if self.name == "numpy" else Foreign(content.clone())
 
     def look(self, array: Any) -> Tensor:
-        """Return the content of an array, without aiocomms."""
+        """Return the content of an array. This method does not use aiocomms."""
         return torch.from_numpy(array.copy()) if self.name == "numpy" else array._tensor.cpu()
 
     def place(self, array: Any) -> int:
-        """Return the address of an array's memory, without aiocomms."""
+        """Return the address of an array's memory. This method does not use aiocomms."""
         return int(array.ctypes.data if self.name == "numpy" else array._tensor.data_ptr())
 
 
@@ -86,10 +86,7 @@ FORMS: list[Any] = [
     (functional.all_to_all,),
 ]  # fmt: skip
 RESULTS = ("outputs", "output", "tensor")
-"""The parameters that an operation writes and returns.
-
-The first one that an operation has is the result.
-"""
+"""The parameters that operations write and return. An operation's result is the first of these that it has."""
 
 
 def each(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -100,7 +97,10 @@ def each(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def arguments(comm: Any, name: str) -> dict[str, Any]:
-    """Return arguments that fit together on all ranks. Their content depends on this rank."""
+    """Return valid arguments of an operation.
+
+    The arguments of all ranks match, but their content depends on the rank.
+    """
     good = {key: each(value, lambda it: it + comm.rank) for key, value in GOOD[name](comm).items()}
     return {**good, "root": comm.size - 1} if "root" in good else good
 
@@ -314,7 +314,10 @@ async def test_functional_forms_return_the_library_of_their_input(
 @ranks(2)
 @kinds
 async def test_array_is_kept_alive_until_its_operation_ends(comm: Communicator, case: Case, kind: ArrayLibrary) -> None:
-    """A withdrawn op also keeps its array alive, and does not change the content."""
+    """The check includes an op that is withdrawn.
+
+    Such an op keeps its array alive, and does not change the array's content.
+    """
     kind.need(comm)
     case.need("p2p")
     for end in ("message", "cancel"):

@@ -29,7 +29,7 @@ def ones(comm: Communicator) -> torch.Tensor:
 
 @contextlib.contextmanager
 def no_grace() -> Iterator[None]:
-    """Make the grace time of a close endless, so that a close hangs if the close waits for the end of that time."""
+    """Make the grace time of a close infinite. A close that waits for the end of this time would then hang."""
     core.CLOSE_GRACE = math.inf
     try:
         yield
@@ -149,7 +149,7 @@ async def test_close_withdraws_receives(comm: Communicator, case: Case) -> None:
 @ranks(2, 3, more=(7,))
 @pytest.mark.parametrize("what", ["recv", "collective"])
 async def test_op_that_needs_a_closed_rank_fails(comm: Communicator, case: Case, what: str) -> None:
-    """An op that is called before or after another rank's close does not hang."""
+    """An op that needs a closed rank does not hang. The check calls such an op before the close and after the close."""
     if what == "recv":
         case.need("p2p")
     other = await case.open("other")
@@ -203,9 +203,9 @@ async def test_cancelled_close_releases_everything(comm: Communicator, case: Cas
 @pytest.mark.clock
 @ranks(2)
 async def test_close_in_a_cancelled_scope_releases_everything(comm: Communicator, case: Case) -> None:
-    """The scope cancels every await, also each await in the close.
+    """The scope cancels every await, including the awaits within the close.
 
-    The close still releases everything, without waiting.
+    Nevertheless, the close releases everything, and does not wait.
     """
 
     async def cycle(number: int) -> None:
@@ -372,7 +372,7 @@ async def test_hooks_run_around_each_op_and_a_raising_pre_hook_stops_it(comm: Co
 @pytest.mark.clock
 @ranks(2, more=(1,))
 async def test_repeated_open_and_close_leaks_no_thread_or_descriptor(comm: Communicator, case: Case) -> None:
-    """The numbers of threads and descriptors are no higher than before."""
+    """The numbers of threads and descriptors are not higher after the check than before the check."""
 
     async def cycle(number: int) -> None:
         other = await case.open(f"cycle {number}")

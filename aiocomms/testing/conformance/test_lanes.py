@@ -41,7 +41,7 @@ KEYS = (
     "x" * 5000,
 )
 SHORT = 0.2
-"""A deadline in seconds, which passes during the check."""
+"""A deadline, in seconds, that passes during the check."""
 
 
 def number(comm: Communicator, value: float, count: int = 3) -> Tensor:
@@ -96,7 +96,10 @@ async def test_lanes_awaited_in_another_order_on_each_rank_never_deadlock(comm: 
 
 
 def hash_of(key: object) -> int:
-    """Return a small number for a key: different for each key, and the same on all ranks."""
+    """Return a small number for a key.
+
+    Different keys get different numbers. All ranks get the same number for a key.
+    """
     return KEYS.index(key) if key in KEYS else sum(map(ord, str(key)))
 
 
@@ -114,7 +117,10 @@ async def test_keys_of_different_types_are_different_lanes(comm: Communicator, c
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_equal_keys_name_one_lane(comm: Communicator, case: Case) -> None:
-    """A rank that makes a new view for each call uses the same lane as a rank that keeps its first view."""
+    """All ranks use the same lane.
+
+    Some ranks make a new view of the lane for each call, and the other ranks reuse one view.
+    """
     case.need_any_order()
     kept = comm.lane("one")
     for i in range(5):
@@ -142,7 +148,7 @@ async def test_thousands_of_concurrent_lanes_stay_apart(comm: Communicator, case
 
 @ranks(2, more=(3,))
 async def test_collectives_of_the_communicator_keep_their_order_beside_lanes(comm: Communicator, case: Case) -> None:
-    """The communicator's own collectives keep their order, wherever collectives of lanes come between them."""
+    """The communicator's own collectives keep their order, even if a rank calls collectives of lanes between them."""
     case.need_any_order()
     lanes = [comm.lane(i) for i in shuffled(case, range(6))]
     works: list[tuple[Work[Tensor], int]] = []
@@ -228,7 +234,10 @@ async def test_batches_and_objects_of_lanes_stay_apart(comm: Communicator, case:
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_ops_of_a_task_use_its_current_lane(comm: Communicator, case: Case) -> None:
-    """The called functions name no lane. Requests interleave differently on each rank, but their results do not mix."""
+    """The functions that a task calls do not name a lane.
+
+    Requests interleave differently on each rank, but their results do not mix.
+    """
     case.need_any_order()
     other = await case.open("other")
 

@@ -1,4 +1,4 @@
-"""Operations without an event loop: by a portal in another thread, and by a communicator of a synchronous program."""
+"""Operations of threads without an event loop: through a portal, or through a communicator of a synchronous program."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def test_portal_call_raises_for_a_wrong_argument(comm: Portal, case: Case) -> No
 @ranks(2)
 @synchronous
 def test_portal_op_that_fails_raises_and_the_communicator_goes_on(comm: Portal, case: Case) -> None:
-    """The op raises its own error, and the communicator goes on."""
+    """The op raises its own error, and the communicator stays usable."""
     case.need("p2p")
     if comm.rank == 0:
         comm.send(ones(comm, 9), 1).wait()
@@ -391,4 +391,7 @@ async def test_portal_closed_during_a_wait_raises_in_the_waiting_thread(
 
 
 class _OverError(Exception):
-    """The error of a check that has ended its communicator, so that no later call uses it."""
+    """The error that a check raises after it has ended its communicator.
+
+    The error prevents later calls on the ended communicator.
+    """

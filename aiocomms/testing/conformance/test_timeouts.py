@@ -1,4 +1,4 @@
-"""The deadlines of operations, which are independent of timeouts around an ``await``."""
+"""The deadlines of operations. A deadline is independent of a timeout around an ``await``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPE = (6,)
 SHORT = 0.1
 """A deadline, in seconds."""
 ASKED_AGAIN = 0.6
-"""A deadline, in seconds, after which this rank may ask the other ranks again for their state."""
+"""A deadline, in seconds. After each such deadline, this rank may ask the other ranks for their state again."""
 ATTEMPTS = 20
 
 
@@ -118,7 +118,10 @@ async def test_late_collective_aborts_the_communicator_on_all_ranks(comm: Commun
 @ranks(2)
 @pytest.mark.parametrize("first", ["the deadline", "an abort", "either"])
 async def test_first_reason_of_abort_or_deadline_stays(comm: Communicator, case: Case, first: str) -> None:
-    """Works and later calls have the same reason if a deadline or an abort comes first, or if both come at once."""
+    """Works and later calls report the same reason.
+
+    The check has three cases: a deadline comes first, an abort comes first, or both come at the same time.
+    """
     if comm.rank == 1:
         await case.told("lost", 0)
         return
@@ -173,7 +176,10 @@ async def test_late_collective_names_the_missing_rank(comm: Communicator, case: 
 
 
 async def expect_in_timeout(comm: Communicator, *expected: str) -> None:
-    """Receive from rank 1 until the error of a deadline has the expected text. A busy machine needs more attempts."""
+    """Repeat a receive from rank 1 that misses its deadline until the error has the expected text.
+
+    On a busy machine, more attempts may be necessary.
+    """
     for _ in range(ATTEMPTS):
         error = await expect_timeout(comm.timeout, lambda: comm.recv(ones(comm), 1, 9, timeout=ASKED_AGAIN))
         assert "recv(src=1, tag=9)" in error.message
@@ -252,9 +258,9 @@ async def test_communicator_timeout_is_the_default_of_its_ops(comm: Communicator
 @ranks(2, more=(3,))
 @pytest.mark.parametrize("said", ["by the operation", "by the communicator"])
 async def test_op_without_a_deadline_outlives_the_deadline_of_others(comm: Communicator, case: Case, said: str) -> None:
-    """The other ranks wait for rank 0 without a deadline.
+    """The other ranks call ops without a deadline, and these ops wait for rank 0.
 
-    Rank 0 calls the op after another op of the other ranks has timed out.
+    Rank 0 calls the matching ops after another op of the other ranks has missed its deadline.
     """
     case.need("p2p")
     content, timeout = case.bits(torch.int32, SHAPE).to(comm.device), comm.timeout
@@ -287,7 +293,10 @@ async def test_op_without_a_deadline_outlives_the_deadline_of_others(comm: Commu
 @pytest.mark.loops
 @ranks(2, more=(3,))
 async def test_op_without_a_deadline_fails_when_the_communicator_aborts(comm: Communicator, case: Case) -> None:
-    """A rank that awaits a work learns of an abort, and so does a rank that only awaits ``comm.lost()``."""
+    """A rank that awaits a work gets the error of an abort.
+
+    A rank that only awaits ``comm.lost()`` gets this error too.
+    """
     if comm.rank == 0:
         await case.told("waiting")
         comm.abort("enough")

@@ -16,11 +16,14 @@ if TYPE_CHECKING:
     from aiocomms.testing.simulation.world import SimulatedWorld
 
 _SHORT, _LONG = 1e-3, 20.0
-"""The least and the most seconds of a pause or a partition. The other ranks treat a silent rank as dead after 5 s."""
+"""The shortest and the longest duration, in seconds, of a pause or a partition.
+
+The other ranks treat a silent rank as dead after 5 s.
+"""
 
 
 def changed(record: Any, first: int = 0) -> str:
-    """Return the fields of a dataclass that differ from their defaults, as the text of arguments in a call.
+    """Return the fields of a dataclass that differ from their defaults, as text in the form of keyword arguments.
 
     :param first: the index of the first field to compare.
     """
@@ -41,8 +44,8 @@ class Faults:
     :param partitions: the number of pairs of ranks between which no traffic passes for 1 ms to 20 s, in one direction
         or in both.
     :param stores: 1 if the store dies.
-    :param within: the seconds within which all faults happen; None: as many seconds as the program takes without
-        faults.
+    :param within: the time, in seconds, within which all faults happen. None stands for the time that the program takes
+        without faults.
     """
 
     deaths: int = 0
@@ -136,7 +139,7 @@ class SimulatedFault(NamedTuple):
 
 
 _DURATIONS = {"pauses": 1, "slow": 1, "partitions": 2}
-"""The index of the duration in the arguments of a fault, by kind."""
+"""The position of the duration among the arguments of a fault, by the kind of the fault."""
 
 
 def _both(world: SimulatedWorld, one: int, other: int, seconds: float, both: bool) -> None:
@@ -178,8 +181,8 @@ def _arguments(kind: str, draw: Random, ranks: int, restarts: bool) -> tuple[Any
 def kept(plan: list[SimulatedFault], chosen: Mapping[int, int] | None) -> list[SimulatedFault]:
     """Return the chosen faults of a plan.
 
-    :param chosen: the numbers of the chosen faults, and how often to halve the duration of each; None: all faults,
-        unchanged.
+    :param chosen: a mapping. The keys are the numbers of the chosen faults in the plan. Each value is the number of
+        times to halve the fault's duration. If ``chosen`` is None, all faults are returned unchanged.
     :raises ArgumentError: the plan has no fault with a chosen number.
     """
     if chosen is None:

@@ -17,7 +17,7 @@ from aiocomms.testing.simulation.threads import Killed, kill_all, started
 
 _T = TypeVar("_T")
 _MOST_WAITS = 20
-"""The most waits in ``finally`` blocks of one task that are interrupted when a history ends."""
+"""The largest number of waits that are interrupted in the ``finally`` blocks of one task when a history ends."""
 
 
 class SimulatedWatchdog(deadlines.Watchdog):
@@ -38,7 +38,10 @@ class SimulatedWatchdog(deadlines.Watchdog):
 
     @property
     def leaving(self) -> list[Any]:
-        """The ending threads: always none, because the watchdog's thread ends with each call."""
+        """The list of threads that are ending.
+
+        The list is always empty, because the watchdog's thread ends with each call.
+        """
         return []
 
     def wake_by(self, deadline: float) -> None:
@@ -48,7 +51,7 @@ class SimulatedWatchdog(deadlines.Watchdog):
             self._timeline.at(deadline + deadlines.GRACE, self.wake, deadline)
 
     def wake(self, deadline: float) -> None:
-        """Check which deadlines have passed, if ``deadline`` is the next one."""
+        """Check which deadlines have passed. Do nothing if ``deadline`` is no longer the next deadline."""
         if deadline != self.wakes_at:  # An earlier deadline has come since.
             return
         now = self._timeline.now()
@@ -79,12 +82,12 @@ class Process(Timeline):
         self.exited = False
         """True if the program has called ``sys.exit``."""
         self.ended = float("inf")
-        """The time of the world at which the process has ended; infinity until then."""
+        """The world's time at which the process ended; infinity if the process has not ended."""
 
     def begin(self, program: Callable[[], Awaitable[Any]], left: Callable[[Process], object]) -> None:
         """Start the program on the loop of the process.
 
-        :param left: called when the program and its tasks have ended.
+        :param left: a function that is called when the program and its tasks have ended.
         """
         self.main = self.loop.create_task(_awaited(program), name="main")
         self.main.add_done_callback(lambda _: self.loop.create_task(self._leave(left), name="end"))
@@ -156,7 +159,10 @@ class Process(Timeline):
 
     @property
     def error(self) -> BaseException | None:
-        """The error of the program, or the first error that was only reported; None if there is no error."""
+        """The error that the program raised, or else the first error that was reported; None if there is no error.
+
+        An error is reported if no caller could catch it.
+        """
         main = None if self.exited else self.main
         if main is not None and main.cancelled():
             return SimulationError(f"the program of {self} has cancelled itself")
@@ -168,7 +174,7 @@ class Process(Timeline):
         return None
 
     def notes(self, error: BaseException) -> Iterator[str]:
-        """Yield a note for each error that was only reported, because no caller could get it.
+        """Yield a note for each error that was reported because no caller could catch the error.
 
         :param error: the error of the history.
         """
@@ -186,7 +192,10 @@ class Process(Timeline):
         return None if self.dead or self.exited or self.main is None else self.main.result()
 
     def disown(self) -> None:
-        """Detach the communicators from the program, so that its ``finally`` blocks have no effect outside."""
+        """Detach the communicators from the program.
+
+        The program's ``finally`` blocks then have no effect on other processes.
+        """
         kill_all(self)
         for comms in self.state.get("communicators", {}).values():
             for comm in list(comms):
@@ -195,7 +204,7 @@ class Process(Timeline):
     def dispose(self) -> None:
         """End the tasks and threads of the process when the history is over.
 
-        ``finally`` blocks run without outside effect.
+        The program's ``finally`` blocks run, but have no effect on other processes.
         """
         self.over = True
         self.disown()
@@ -210,9 +219,10 @@ class Process(Timeline):
 
 
 def _end(coroutine: Any) -> None:
-    """End a coroutine where it waits, and where its ``finally`` blocks wait.
+    """End a coroutine by an error at each place where the coroutine or one of its ``finally`` blocks waits.
 
-    ``close`` would not end ``finally`` blocks that wait, and the garbage collector would report these blocks.
+    The coroutine's ``close`` method would not end ``finally`` blocks that wait. The garbage collector would report
+    these blocks.
     """
     for _ in range(_MOST_WAITS):
         try:
