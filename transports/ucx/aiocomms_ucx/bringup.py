@@ -1,4 +1,4 @@
-"""Bring-up: the ranks find their hosts, connect each pair of ranks, and open the engine."""
+"""The start of an engine: the ranks find out which of them share a host, connect in pairs, and open the engine."""
 
 from __future__ import annotations
 
@@ -47,9 +47,12 @@ from aiocomms_ucx.shared_engine import SharedEngine
 _NONCE: Final = 32
 _BACKLOG: Final = 1024
 _SHARE: Final = 0.9
-"""The share of the remaining time for connecting. The rest is for the report of ranks that did not connect."""
+"""The fraction of the remaining time in which the ranks must connect.
+
+The rest of the time is for the report about ranks that did not connect.
+"""
 _CONNECT: Final = 5.0
-"""The most seconds for one attempt to connect to another host."""
+"""The time limit, in seconds, of one attempt to connect to another host."""
 
 
 class EngineHello(msgspec.Struct, array_like=True):
@@ -83,10 +86,13 @@ class EnginePlace(msgspec.Struct, array_like=True):
     in_place: bool = False
     """True if ranks of this host read large parts directly from other ranks' tensors.
 
-    Only each host's first rank decides.
+    Only the value of each host's first rank is used.
     """
     other: int = -1
-    """The number that this rank gives the other rank's engine in an endpoint. -1: an engine's number is its rank."""
+    """The number of the other rank's engine in this rank's engine, for a connection of an endpoint.
+
+    Without an endpoint, the value is -1, because the number of each engine is its rank.
+    """
 
 
 HELLOS: Final = ControlCodec[EngineHello](EngineHello, "the first record")
@@ -125,8 +131,8 @@ async def shared_engine(
 
     Within this context, the caller adds a communicator to the engine.
 
-    :param cuda: the GPU whose memory the engine carries; None for CPU memory.
-    :param memory: UCX's type of that GPU's memory.
+    :param cuda: the GPU whose memory the engine sends and receives; None for CPU memory.
+    :param memory: the number of UCX's memory type for the GPU's memory.
     :raises CommTimeoutError: a rank is missing or did not connect.
     :raises AuthError: a rank does not have this job's token.
     """
@@ -166,7 +172,7 @@ async def _outside(rendezvous: Rendezvous, mine: EngineHello, hellos: Sequence[E
 
 @contextlib.asynccontextmanager
 async def _forming(shared: SharedEngine) -> AsyncIterator[None]:
-    """Keep an engine open while a new communicator on this engine forms, even if all other communicators end."""
+    """Keep an engine open while a new communicator forms on it, even if all other communicators on the engine end."""
     shared.forming += 1
     try:
         yield
@@ -201,9 +207,9 @@ def _introduce(
 
 
 def blame(rank: int, troubles: Sequence[str], why: Sequence[Sequence[str]]) -> None:
-    """Raise the same error on all ranks if some rank reports a problem.
+    """Raise the same error on all ranks if any rank reports a problem.
 
-    :param why: the circumstances of each rank that may have caused the problem.
+    :param why: for each rank, the circumstances that may have caused the problem.
     :raises CommError: a rank reports a problem. The error describes the problem of the first such rank.
     """
     for peer, trouble in enumerate(troubles):
@@ -213,7 +219,10 @@ def blame(rank: int, troubles: Sequence[str], why: Sequence[Sequence[str]]) -> N
 
 
 def _closed(rank: int, hellos: Sequence[EngineHello]) -> str:
-    """Return an error text if this process may not open the memory of a rank of this host. UCX might crash then."""
+    """Return an error text if this process has no permission to open the memory of a rank of this host.
+
+    Without this permission, UCX might crash.
+    """
     for peer, hello in enumerate(hellos):
         if hello.host == hellos[rank].host and hello.pid != os.getpid():
             try:
@@ -237,7 +246,10 @@ class _Kept:
 async def _engine_of(
     rendezvous: Rendezvous, outside: str | None, cuda: Cuda | None, memory: int
 ) -> SharedEngine | CommError:
-    """Open an engine, or return the endpoint's engine. If the opening fails, return the error for the other ranks."""
+    """Open an engine, or return the endpoint's engine.
+
+    If the opening fails, return the error, because this rank must report the error to the other ranks.
+    """
 
     async def opened(number: int) -> SharedEngine:
         rank = rendezvous.rank
@@ -272,7 +284,7 @@ def _started(rank: int, number: int, outside: str | None, cuda: Cuda | None, mem
 
 
 def _place(rank: int, hellos: Sequence[EngineHello], shared: SharedEngine | CommError) -> EnginePlace:
-    """Return this rank's record for the other ranks: a description of the engine, or the reason why there is none."""
+    """Return this rank's record for the other ranks. The record describes the engine, or why there is no engine."""
     if isinstance(shared, CommError):
         address, text = b"", shared.message
     else:
@@ -281,7 +293,10 @@ def _place(rank: int, hellos: Sequence[EngineHello], shared: SharedEngine | Comm
 
 
 def _reads_in_place(rank: int, hellos: Sequence[EngineHello]) -> bool:
-    """Return whether ranks of this host should read large parts in place. Only the host's first rank decides this."""
+    """Return whether ranks of this host should read large parts directly from other ranks' tensors.
+
+    Only the host's first rank decides this. The result on the other ranks is False.
+    """
     here = [peer for peer, hello in enumerate(hellos) if hello.host == hellos[rank].host]
     if here[0] != rank or len(here) == 1:
         return False
@@ -318,11 +333,14 @@ def _engine(number: int, outside: str | None, cuda: Cuda | None, memory: int) ->
 def _options(outside: str | None, *, gpu: bool) -> list[tuple[str, str]]:
     """Return UCX's settings. The user's environment variables have precedence.
 
-    If no GPU memory is carried, UCX does not look for GPUs, because this search costs time and memory on each GPU. The
-    sysv transport is disabled because the user's group can read its segments. On one host the network is disabled, so
-    that UCX does not listen. If ``UCX_TLS`` names TCP, UCX uses only the loopback interface, which no other host
-    reaches. On several hosts UCX listens at the address of each interface, or only at the address of the interface that
-    ``AIOCOMMS_IFACE`` names.
+    For an engine without GPU memory, UCX does not search for GPUs, because the search costs time and memory on each
+    GPU. UCX's transport sysv is disabled because other users of the user's group can read its segments.
+
+    If all ranks are on one host, the network is disabled, so UCX does not listen. If ``UCX_TLS`` names TCP
+    nevertheless, UCX uses only the loopback interface, which other hosts cannot reach.
+
+    If the ranks are on several hosts, UCX listens at the address of each interface. If ``AIOCOMMS_IFACE`` names an
+    interface, UCX listens only at the address of this interface.
     """
     without = "sysv" if gpu else "sysv,cuda"
     # UCX 1.21 requires 16 MiB and needs 4. It checks twice, and crashes if other processes take memory in between.
@@ -347,16 +365,17 @@ def _wants_tcp() -> bool:
 
 
 async def _hellos(rendezvous: Rendezvous, mine: EngineHello) -> tuple[list[EngineHello], bytes]:
-    """Return all ranks' hellos, and a new key that only processes with the job's token know.
+    """Return the first records (hellos) of all ranks, and a new key.
 
-    If the job has no token, any reader of the store can compute the key.
+    Only processes with the job's token know the key. If the job has no token, any reader of the store can compute the
+    key.
     """
     raw_hellos = await rendezvous.exchange("ucx", wire.dialect().head + HELLOS.encode(mine))
     return [_hello(peer, raw) for peer, raw in enumerate(raw_hellos)], mac(rendezvous.secret("ucx"), *raw_hellos)
 
 
 def _cookies(key: bytes, rank: int, size: int) -> list[tuple[int, int]]:
-    """Return for each peer two cookies: for messages to the peer, and for messages from the peer."""
+    """Return two cookies for each peer: one for messages to the peer, and one for messages from the peer."""
 
     def cookie(src: int, dst: int) -> int:
         return int.from_bytes(mac(key, "messages", src, dst)[:8], "big")

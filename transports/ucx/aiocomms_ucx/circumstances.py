@@ -1,4 +1,7 @@
-"""Circumstances that may prevent UCX from working: environment variables, limits, shared memory; and usable cores."""
+"""The circumstances that may prevent UCX from working, and the cores that a process may use.
+
+The circumstances are environment variables, limits of the process, and a lack of shared memory.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,17 @@ from pathlib import Path
 from typing import Final
 
 _FEW: Final = 32
-"""The number of free descriptors below which too few descriptors may be the reason. UCX needs some tens."""
+"""The number of free descriptors below which a lack of descriptors may be the reason for a failure.
+
+UCX needs some tens of descriptors.
+"""
 _PR_GET_DUMPABLE: Final = 3
 _SHM: Final = "/dev/shm"  # noqa: S108 - The code only reads the folder's free space.
 _LITTLE: Final = 64 * 2**20
-"""The free bytes below which too little memory may be the reason. UCX takes some megabytes for each rank."""
+"""The number of free bytes of shared memory below which a lack of memory may be the reason for a failure.
+
+UCX takes some megabytes for each rank.
+"""
 
 
 def circumstances() -> str:
@@ -45,7 +54,8 @@ def hindrances() -> list[str]:
 def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
     """Return the cores that this process may use, limited to the CPU time of its cgroups (``cpu.max``).
 
-    Ranks of one container return the same cores. So the number of distinct cores is the container's share.
+    All ranks of one container get the same cores. So the number of distinct cores of these ranks is the number of cores
+    that the container may use.
     """
     cores = sorted(os.sched_getaffinity(0))
     share = float(len(cores))
@@ -59,7 +69,7 @@ def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc
 
 
 def _cores_worth(limit: Path) -> float:
-    """Return the number of cores whose time a cgroup may use; infinity if there is no limit."""
+    """Return a cgroup's limit of CPU time, as a number of cores; infinity if there is no limit."""
     try:
         quota, period = limit.read_text().split()
     except OSError:

@@ -1,4 +1,4 @@
-"""The collectives, with the call of the UCX engine for each kind."""
+"""The collectives, and the call to the UCX engine that starts each kind of collective."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ _OPERATORS: Final = {operator.name.lower(): int(operator) for operator in Operat
 
 COLLECTIVE: Final[frozenset[type[ops.Op]]] = ops.COLLECTIVES | {ops.WindowOpen, ops.WindowClose}
 FORMS: Final = {cls: number for number, cls in enumerate(sorted(COLLECTIVE, key=lambda cls: cls.name))}
-"""The number of each type of operation, as a part of its fingerprint. The numbers are the same on all ranks."""
+"""The number (form) of each op type. The number is a part of an op's fingerprint, and is the same on all ranks."""
 
 Start = Callable[[Engine | Lanes, int, int, int, Any, int], float]
 """A function that starts a collective.
 
-The arguments are the engine, a ticket, the communicator's number, the number of ranks, the op and the op's form. For a
-lane, the communicator's lanes replace the engine, and the lane's number replaces the communicator's number. The
-function returns the time at which the collective completed, by :func:`time.monotonic`; 0 if the collective is
-pending."""
+The arguments are the engine, a ticket, the communicator's number, the number of ranks, the op, and the number of the
+op's type in :data:`FORMS`. For a lane, the communicator's lanes replace the engine, and the lane's number replaces the
+communicator's number. The function returns the value of :func:`time.monotonic` at which the collective completed, or 0
+if the collective is pending.
+"""
 
 
 def _barrier(engine: Engine | Lanes, ticket: int, number: int, size: int, op: ops.Barrier, form: int) -> float:
@@ -78,7 +79,7 @@ _START: Final[dict[str, Start]] = {
 }
 
 START: Final[dict[type[ops.Op], tuple[Start, int]]] = {cls: (_START[cls.kind], FORMS[cls]) for cls in ops.COLLECTIVES}
-"""The function that starts an op of each type, and its form."""
+"""The function that starts an op of each type, and the type's number in :data:`FORMS`."""
 
 
 def describe(op: Any) -> str:

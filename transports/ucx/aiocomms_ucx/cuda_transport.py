@@ -26,9 +26,9 @@ from aiocomms_ucx.status import TRUNCATED
 from aiocomms_ucx.transport import UcxTransport
 
 _GLANCES: Final = 3
-"""The number of times that ``post`` polls the caller's stream before the loop polls it.
+"""The number of times that ``post`` polls the caller's stream. After these polls, the loop polls the stream.
 
-This suffices for an idle GPU.
+If the GPU is idle, the polls of ``post`` are enough.
 """
 
 
@@ -54,7 +54,7 @@ class CudaUcxTransport(UcxTransport):
 
     The core expresses other collectives as messages. Atomics are not supported. The engine gets an op after all earlier
     ops, and when the GPU has finished all earlier work of the caller's stream. So messages match in the order of the
-    calls, even on different streams. The engine does not get puts and gets that the GPU copies; see
+    calls, even on different streams. Puts and gets that the GPU executes as copies do not go to the engine; see
     :class:`CudaWindows`.
     """
 
@@ -156,10 +156,10 @@ class CudaUcxTransport(UcxTransport):
         self._waker.wake()
 
     def _post_due(self) -> bool:
-        """Pass the due ops to the engine, up to the first op that is not due.
+        """Pass ops from the front of the queue to the engine, up to the first op that must wait for a stream.
 
-        Later ops may overtake an op that waits for copies, unless the op is the close of a window, which is a
-        collective.
+        An op that waits for copies leaves the queue, and later ops may overtake the op. The close of a window stays in
+        the queue, because a close is a collective.
         """
         queue, did = self._queue, self._post_told()
         while queue and queue[0].fired:
@@ -176,7 +176,7 @@ class CudaUcxTransport(UcxTransport):
         return did
 
     def _post_told(self) -> bool:
-        """Pass ops to the engine, in the order of the calls, if the GPU has made the copies for which they wait."""
+        """Pass the ops whose copies the GPU has made to the engine, in the order of the calls."""
         due = [waiting for waiting in self._behind if waiting.behind <= self._windows.copies.made]
         for waiting in due:
             if waiting in self._behind:  # an earlier pass of this loop may have passed this op

@@ -1,6 +1,7 @@
 """Windows in GPU memory.
 
-If CUDA maps a rank's part into this process, the GPU copies. Otherwise UCX reads and writes.
+If CUDA maps a rank's part into this process, the GPU copies the data of puts and gets. Otherwise, UCX transfers the
+data.
 """
 
 from __future__ import annotations
@@ -23,20 +24,23 @@ from aiocomms_ucx.member import Member
 from aiocomms_ucx.windows import WindowHandle, WindowPart, Windows
 
 _LAST_COPIES: Final = 1.0
-"""Seconds for which the end of a communicator waits for running copies.
+"""The time, in seconds, for which the end of a communicator waits for running copies.
 
-Only a lost communicator still has such copies.
+Only a communicator that is lost can have running copies when it ends.
 """
 
 
 class CudaMember(Member, Protocol):
-    """The interface through which windows use the transport of one rank, for GPU memory."""
+    """The attributes and methods of a rank's transport that windows in GPU memory use."""
 
     cuda: Cuda
     completions: Completions
 
     def soon(self, call: Callable[[], object]) -> None:
-        """Schedule a call on the loop's thread, unless the communicator ends first. Any thread may call this method."""
+        """Schedule a call on the loop's thread. If the communicator ends first, drop the call.
+
+        Any thread may call this method.
+        """
 
 
 class _Copy:
@@ -68,7 +72,7 @@ class Copies:
     def begin(self, work: Completion, window: int, rank: int, memory: object, to: int, source: int) -> None:
         """Enqueue a copy after the current stream's work.
 
-        The end of the copy completes ``work``, unless a signal must follow.
+        When the copy has ended, ``work`` is completed. A put with a signal is completed later, after its signal.
 
         :param memory: the memory that the copy uses, besides the op's own tensors.
         :raises CommError: CUDA refuses the copy.
@@ -88,7 +92,7 @@ class Copies:
         self._to[rank] = self._in[window] = self._begun
 
     def last(self, rank: int | None) -> int:
-        """Return the number of the last copy of a rank's part, or of any rank's part if ``rank`` is None."""
+        """Return the number of the last copy from or to the part of ``rank``, or any part if ``rank`` is None."""
         return self._begun if rank is None else self._to.get(rank, 0)
 
     def last_in(self, window: int) -> int:
@@ -104,7 +108,10 @@ class Copies:
         return [tensor for copy in list(self._under_way) for _, tensor in copy.work.op.reads() + copy.work.op.writes()]
 
     def end(self) -> Callable[[], object] | None:
-        """Return a blocking function that waits for running copies and keeps their memory; None without copies."""
+        """Return a blocking function that waits for the running copies; None if no copy is running.
+
+        The function keeps the memory of the copies alive until they have ended.
+        """
         if not self._under_way:
             return None
         event, memory = self._cuda.event(), list(self._under_way)
@@ -131,20 +138,26 @@ class _Reached:
 
     def __init__(self) -> None:
         self.found: list[Tensor | Exception | None] = []
-        """The tensor or the error of each rank's part that was tried, by rank; None for a part that is not mapped."""
+        """The result of the mapping of each rank's part, in rank order.
+
+        A result is a tensor, an error, or None for a part that is not mapped.
+        """
         self.mapped: list[Mapped] = []
         self.tried = clock.event()
         """The event that is set when the thread has tried to map all parts."""
 
     def outcomes(self) -> Iterator[Tensor | None]:
-        """Yield the outcome of each rank. Raise an outcome that is an error."""
+        """Yield the tensor or None for each rank, in rank order.
+
+        If the result for a rank is an error, raise this error.
+        """
         for one in self.found:
             if isinstance(one, Exception):
                 raise one
             yield one
 
     def release(self) -> None:
-        """Release the mapped memory. This method blocks, off the loop."""
+        """Release the mapped memory. This method blocks, so it is not called on the loop's thread."""
         self.tried.wait()
         self.found.clear()
         while self.mapped:
@@ -155,8 +168,9 @@ class _Reached:
 class CudaWindows(Windows):
     """The windows of one communicator, in GPU memory.
 
-    If CUDA maps a part into this process, puts and gets on this part are copies on a separate stream, after the work of
-    the caller's stream. A signal, a flush or the close waits until the GPU has finished the earlier copies.
+    If CUDA maps a part into this process, the GPU executes puts and gets on this part as copies on a separate stream.
+    Each copy starts after the earlier work of the caller's stream. A signal, a flush or the close waits until the GPU
+    has finished the earlier copies.
     """
 
     record = 16 * 1024
@@ -176,8 +190,8 @@ class CudaWindows(Windows):
     def begin(self, op: ops.Op, work: Completion) -> bool:
         """Begin an op as a copy by the GPU, if this is possible.
 
-        :returns: whether the op is a copy. The end of the copy ends the op, unless :meth:`post` must send a signal
-            later.
+        :returns: True if the GPU copies. The op is complete when the copy has ended. For a put with a signal,
+            :meth:`post` must also send the signal later.
         :raises CommError: the op cannot begin.
         """
         part = self._mapped(op) if isinstance(op, (ops.Put, ops.Get)) else None
@@ -215,7 +229,7 @@ class CudaWindows(Windows):
         return super().held() + self.copies.tensors()
 
     def _mapped(self, op: ops.Put | ops.Get) -> Tensor | None:
-        """Return the part that an op reads or writes, if the GPU can copy from or to the part, else None."""
+        """Return the part that an op reads or writes; None if the GPU cannot copy from or to this part."""
         handle: WindowHandle = op.window.handle
         return handle.mapped.get(_target(op)) if op.tensor.numel() else None
 
@@ -262,7 +276,7 @@ class CudaWindows(Windows):
         self, handle: WindowHandle, parts: list[WindowPart], reached: Iterable[Tensor | None],
         streams: list[Stream], work: Completion,
     ) -> None:  # fmt: skip
-        """Continue on the loop's thread, unless the window was abandoned."""
+        """Continue the opening of a window on the loop's thread. Do nothing if the window was abandoned."""
         if handle.number not in self._reached or work.done():
             return
         if self.copies.stream is None and streams:
@@ -281,7 +295,7 @@ class CudaWindows(Windows):
     def _map_part(self, handle: WindowHandle, rank: int, part: WindowPart, reached: _Reached) -> Tensor | None:
         """Return a rank's part as a tensor; None if CUDA cannot map the part or the dtype differs.
 
-        This method runs off the loop.
+        This method runs on a thread other than the loop's.
         """
         if rank == self._transport.rank:
             return handle.tensor
@@ -317,7 +331,10 @@ class CudaWindows(Windows):
             reached.release()
 
     async def end(self) -> None:
-        """Wait for running copies, but not without end, because a stream of the program may block the copies."""
+        """Wait for running copies, for a limited time.
+
+        The time is limited because work on a stream of the program may block the copies.
+        """
         last = self.copies.end()
         if last is not None:
             with anyio.move_on_after(_LAST_COPIES, shield=True), contextlib.suppress(CommError):
@@ -329,7 +346,7 @@ class CudaWindows(Windows):
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """Prepare this thread, which is not the loop's, for CUDA calls."""
+        """Prepare the current thread, which is not the loop's thread, for CUDA calls."""
         cuda = self._transport.cuda
         cuda.activate()
         with cuda.harmless():

@@ -1,4 +1,4 @@
-"""The collectives of a communicator's lanes. The engine carries the collectives, and this module ends their works."""
+"""The collectives of a communicator's lanes. The engine executes the collectives. This module completes their works."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ class LaneCollectives:
         self.pending = LaneQueues()
         """The pending collectives, in the order of the calls. Other threads also add collectives."""
         self.given_up: dict[int, CommError] = {}
-        """The errors of lanes that were given up and whose collectives the engine has not dropped yet."""
+        """The errors of aborted lanes, by lane number.
+
+        The engine has not yet dropped the collectives of these lanes.
+        """
         self._told: dict[int, str] = {}  # The call that this rank has described, by lane.
         self._asked: set[tuple[int, int]] = set()  # The lanes and ranks of repeated questions.
         self._disagreeing: dict[int, int] = {}  # the rank with another call than this rank's, by lane
@@ -52,17 +55,23 @@ class LaneCollectives:
         return None
 
     def _keep(self, work: Completion, lane: int) -> None:
-        """Keep a collective and its tensors until the collective is done."""
+        """Keep a reference to a collective and its tensors until the collective is done."""
         self.pending.add(lane, work)
         self._transport.shared.pending[id(work)] = (self, work, lane, kept(work))
 
     def _follow(self, work: Completion, lane: int) -> None:
-        """Keep a collective that the engine has, and handle failures and outcomes since the call."""
+        """Keep a reference to a collective that the engine now executes.
+
+        Handle failures and outcomes since the call.
+        """
         self._keep(work, lane)
         self.look_after(lane)
 
     def look_after(self, lane: int) -> None:
-        """Handle failures and outcomes since the engine got a collective. This object already keeps the collective."""
+        """Handle failures and outcomes since the engine got a collective.
+
+        This object already has a reference to the collective.
+        """
         transport = self._transport
         if transport.failure is not None:
             transport.on_failure(transport.failure)
@@ -72,7 +81,7 @@ class LaneCollectives:
     def finish(self, work: Completion, lane: int, status: int, a: int, b: int) -> None:
         """Complete a collective that has ended.
 
-        The work may already be done, because the engine also reports abandoned ops.
+        The work may already be done, because the engine also reports the end of abandoned ops.
         """
         given_up = self.given_up.get(lane)
         if self.pending.remove(lane, work):
@@ -103,9 +112,9 @@ class LaneCollectives:
             transport.shared.progress()
 
     def waiting_for(self, work: Completion) -> list[int]:
-        """Return the ranks for which a collective, or an earlier collective of its lane, waits.
+        """Return the ranks for which a collective, or an earlier collective of the same lane, waits.
 
-        The collective may also belong to no lane.
+        If the collective belongs to no lane, return the ranks for which the communicator's own collectives wait.
         """
         transport = self._transport
         owner, _, lane, _ = transport.shared.pending.get(id(work), (None, work, 0, None))
@@ -116,8 +125,7 @@ class LaneCollectives:
     def _first(self, lane: int) -> Completion | None:
         """Return the running collective of a lane.
 
-        The engine knows the running collective. Earlier collectives may have ended although their threads have not
-        noticed.
+        The method asks the engine, because :attr:`pending` may still list earlier collectives that have ended.
         """
         transport = self._transport
         ticket = transport.engine.under_way_in_lane(transport.group, lane)
@@ -142,26 +150,35 @@ class LaneCollectives:
         self._reconsider(lane)
 
     def hear(self, rank: int, said: wire.LaneDispute) -> None:
-        """Store a rank's description of its call in a lane, and answer with this rank's description."""
+        """Store another rank's description of its call in a lane, and answer with a description of this rank's call."""
         self._said[said.lane, rank] = said.text
         # The rank may ask because this rank has made a call after its last answer.
         self._tell(said.lane, again=said.text != _NOTHING and self._told.get(said.lane) == _NOTHING)
         self._reconsider(said.lane)
 
     def reconsider(self) -> None:
-        """Check all lanes with different calls again, because a rank has left, and its description may be missing."""
+        """Check again all lanes in which the ranks' calls differ.
+
+        A rank has closed the communicator, and its description of a call may never arrive.
+        """
         for lane in list(self._disagreeing):
             self._reconsider(lane)
 
     def _tell(self, lane: int, *, again: bool) -> None:
-        """Describe this rank's call in a lane to all ranks once, or again if a rank asks."""
+        """Send a description of this rank's call in a lane to all ranks.
+
+        :param again: whether to send a description even if one was sent earlier.
+        """
         if again or lane not in self._told:
             work = self._first(lane)
             text = self._told[lane] = _NOTHING if work is None else describe(work.op)
             self._transport.tell_all(lambda number: wire.LaneDispute(number, lane, text))
 
     def _reconsider(self, lane: int) -> None:
-        """Fail the collective of a lane in which another rank's call differs, once that call's description is known."""
+        """Fail the collective of a lane if another rank's call differs.
+
+        The method waits for the description of the other rank's call, unless the other rank has left.
+        """
         rank, work = self._disagreeing.get(lane), self._first(lane)
         if rank is None or work is None:
             return

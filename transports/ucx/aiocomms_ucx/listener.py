@@ -1,4 +1,4 @@
-"""A thread that waits for other ranks' notes to this rank's core, because the loop may be busy when a note arrives."""
+"""A thread that receives other ranks' notes to this rank's core. The event loop may be busy when a note arrives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _log = logging.getLogger("aiocomms")
 class Listener:
     """A thread that calls a method after each write to an eventfd.
 
-    The thread does not keep the method's object alive, and ends when the object ends. Between writes the thread sleeps.
+    The thread holds only a weak reference to the method's object, and ends when the object is deleted. Between writes,
+    the thread sleeps.
     """
 
     def __init__(self, fd: int, hear: Callable[[], object]) -> None:
@@ -40,7 +41,7 @@ class Listener:
             raise
 
     def end(self) -> None:
-        """Make the thread end and close its descriptor. A second call does nothing."""
+        """Request the end of the thread. The thread then closes its descriptor. A second call does nothing."""
         with self._lock:
             if not self._ended:
                 self._ended = True

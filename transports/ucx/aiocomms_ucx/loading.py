@@ -1,4 +1,7 @@
-"""The loading of UCX, to which the engine links. UCX reads its settings from the environment only when it is loaded."""
+"""The loading of UCX, to which the engine links.
+
+UCX reads its settings from the environment once, during the loading.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +21,34 @@ except ImportError:
     ) from None
 
 _NO_SIGNALS: Final = {"UCX_DEBUG_SIGNO": "0", "UCX_HANDLE_ERRORS": "none"}
-"""The settings with which UCX handles no signal. Without these settings, UCX would make a process survive SIGHUP."""
+"""The settings with which UCX handles no signals.
+
+Without these settings, a process with UCX would not end at SIGHUP.
+"""
 _NO_HOOKS: Final = {"UCX_MEM_MMAP_HOOK_MODE": "none"}
 """The setting with which UCX does not change libc.
 
-Otherwise UCX replaces the code of ``mmap`` and seven more functions, to notice when memory that is registered with a
-device is freed. For each function, UCX 1.22 spins for 50 ms, because another thread may be in the function.
+Without this setting, UCX replaces the code of ``mmap`` and seven other functions. With these replacements, UCX notices
+the release of memory that is registered with a device. For each function, UCX 1.22 spins for 50 ms, because another
+thread may be executing the function.
 """
 _REGISTER_NOTHING: Final = ("libuct_cma", "libucx_perftest", "libucx_perftest_cuda")
-"""UCX modules that register no memory with a device. UCX's built-in code does not do so either."""
+"""The UCX modules that register no memory with a device. The code that is built into UCX also registers no memory."""
 _OF_CUDA: Final = ("libuct_cuda", "libucm_cuda")
-"""UCX modules that cannot be loaded without the driver's library."""
+"""The UCX modules that cannot be loaded without the library of CUDA's driver."""
 _LIBRARIES: Final = ("libucs", "libucs_signal", "libuct", "libucp")
 """The libraries that the wheel loads, in the wheel's order."""
 _SYSTEM: Final = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
 _CHOSEN: Final = (_SYSTEM, "UCX_MODULE_DIR")
-"""The user's settings with which UCX may load other modules than the wheel's modules."""
+"""The environment variables by which a user can make UCX load modules that are not in the wheel."""
 
 
 def load_ucx() -> None:
-    """Load UCX. UCX then handles no signals, except those that the user has set in UCX's variables.
+    """Load UCX with settings that stop UCX from handling signals.
 
-    UCX does not change libc's functions if there is no device to register memory with.
+    If the user has set UCX's variables for signals, these variables have precedence.
+
+    If there is no device with which UCX could register memory, UCX also leaves the functions of libc unchanged.
     """
     settings = _NO_SIGNALS if _registers_memory() else _NO_SIGNALS | _NO_HOOKS
     ours = {name: value for name, value in settings.items() if name not in os.environ}
@@ -55,7 +64,7 @@ def load_ucx() -> None:
 
 
 def no_cuda_in_ucx() -> str | None:
-    """Return the reason why this UCX does not support CUDA, or None if it may support it."""
+    """Return the reason why this UCX does not support CUDA; None if this UCX may support CUDA."""
     own = _own()
     if not own or any((lib / "ucx" / "libuct_cuda.so").exists() for lib in own):
         return None  # the opening of the system's UCX shows its support
@@ -63,7 +72,7 @@ def no_cuda_in_ucx() -> str | None:
 
 
 def _own() -> list[Path]:
-    """Return the folder of the wheel's UCX in a list, which is empty if there is none."""
+    """Return a list with the folder of the wheel's UCX. The list is empty if there is no such folder."""
     found = importlib.util.find_spec("libucx")
     folders = found.submodule_search_locations if found is not None and found.submodule_search_locations else []
     return [Path(folder, "lib") for folder in folders if Path(folder, "lib", "libucp.so").exists()]
@@ -82,7 +91,7 @@ def _registers_memory() -> bool:
 
 
 def _has_driver() -> bool:
-    """Return whether CUDA's driver is installed. UCX's modules for CUDA link to its library."""
+    """Return whether CUDA's driver is installed. UCX's modules for CUDA link to the driver's library."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

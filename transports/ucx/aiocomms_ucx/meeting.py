@@ -1,7 +1,8 @@
 """The opening of a communicator: the ranks share memory on each host, and test whether they can exchange messages.
 
-Each pair of ranks exchanges a message of each kind before the user's first message. So while the communicator forms,
-all ranks report a fault in a rank's environment. Such a fault does not look like the death of a rank.
+Each pair of ranks exchanges a message of each kind before the user's first message. So a fault in the environment of a
+rank is found while the communicator forms, and all ranks report the fault. Then the fault does not look like the death
+of a rank.
 """
 
 from __future__ import annotations
@@ -32,19 +33,28 @@ _CHANNEL: Final = 15
 _SIZES: Final = (8, 128 * 1024)
 """The sizes of the test messages in bytes.
 
-UCX copies the small message. The receiver, or UCX by rendezvous, copies the large message.
+UCX copies the small message. The large message is copied by the receiver, or by UCX's rendezvous protocol.
 """
 _WORD: Final = 8
-"""The bytes of one element of a test message. With smaller elements, torch would use threads that spin on all cores."""
-_ALL: Final = 16
-"""The most ranks for which all pairs exchange test messages.
+"""The size of one element of a test message, in bytes.
 
-With more ranks, only pairs whose rank numbers differ by a power of two do.
+With smaller elements, torch would use threads that spin on all cores.
+"""
+_ALL: Final = 16
+"""The largest number of ranks with which all pairs exchange test messages.
+
+If there are more ranks, only pairs whose rank numbers differ by a power of two exchange test messages.
 """
 _MOST_HERE: Final = 2048
-"""The most ranks of one host. In all_to_all, a slot of the shared memory has a cache line for each rank."""
+"""The largest number of ranks of one host.
+
+The limit exists because in all_to_all, a slot of the shared memory has a cache line for each rank.
+"""
 _SHARE: Final = 0.5
-"""The share of the remaining time for the test messages. The rest is for the exchange of failures."""
+"""The fraction of the remaining time for the test messages.
+
+In the rest of the time, the ranks exchange reports of failures.
+"""
 _PAUSE: Final = 0.0002
 
 
@@ -54,7 +64,7 @@ class MemberRecord(msgspec.Struct, array_like=True):
     number: int
     """The communicator's number in the rank's engine."""
     segment: int
-    """The descriptor of the shared memory, on the first rank of each host; else -1."""
+    """The descriptor of the host's shared memory if this rank is the first rank of its host; else -1."""
     reads: bool
     """True if the rank may read the memory of all ranks on its host."""
     trouble: str = ""
@@ -69,7 +79,7 @@ MEMBERS: Final = ControlCodec[MemberRecord](MemberRecord, "the record of a membe
 async def meet(transport: FormingMember, rendezvous: Rendezvous, *, first: bool) -> None:
     """Open the communicator. All ranks must call this function.
 
-    :param first: whether this is the engines' first communicator, before any message between these engines.
+    :param first: True if this is the first communicator of these engines, which have not yet exchanged messages.
     :raises CommError: a rank could not open the communicator. All ranks raise the same error.
     """
     rank, size = transport.rank, transport.size
@@ -97,7 +107,7 @@ async def meet(transport: FormingMember, rendezvous: Rendezvous, *, first: bool)
 
 
 def check_crowd(hosts: Sequence[str]) -> None:
-    """Check that no host has more ranks than can share its memory. All ranks get the same result.
+    """Check that no host has more ranks than this transport supports on one host. All ranks get the same result.
 
     :raises ArgumentError: a host has too many ranks.
     """
@@ -109,7 +119,10 @@ def check_crowd(hosts: Sequence[str]) -> None:
 
 
 def _create(rank: int, here: list[int], pooled: bool) -> tuple[int, str]:
-    """Create the memory that the ranks of this host share, if this rank is the first of them."""
+    """Create the memory that the ranks of this host share if this rank is the host's first rank.
+
+    :returns: a descriptor of the memory, or -1; and the text of a failure, or an empty text.
+    """
     if here[0] != rank or len(here) == 1:
         return _NONE, ""
     try:
@@ -119,7 +132,10 @@ def _create(rank: int, here: list[int], pooled: bool) -> tuple[int, str]:
 
 
 def _open(transport: FormingMember, members: list[MemberRecord], here: list[int], pooled: bool) -> str:
-    """Open the communicator in the engine. Return the text of a failure, because other ranks' tests must continue."""
+    """Open the communicator in the engine, and return the text of a failure; empty if there is none.
+
+    A failure is not raised as an error, because the tests of other ranks must continue.
+    """
     numbers = {host: number for number, host in enumerate(dict.fromkeys(transport.hosts))}
     hosts = [numbers[host] for host in transport.hosts]
     readable = all(members[peer].reads for peer in here)
@@ -162,7 +178,7 @@ class _Trial:
 
     @unaffected
     def trouble(self, rank: int) -> str:
-        """Return the text of the message's failure on a rank; empty if there is none."""
+        """Return the text of the test message's failure on ``rank``; empty if the message has not failed."""
         if self._error is not None:
             return f"rank {rank} could not {self}: {self._error.message}"
         if isinstance(self.op, ops.Recv) and self._ended and not self._is_right(self.op):
@@ -182,10 +198,10 @@ class _Trial:
 
 
 async def _prove(transport: FormingMember, trouble: str, seconds: float) -> str:
-    """Exchange test messages with other ranks. Return the failure on this rank.
+    """Exchange test messages with other ranks. Return the text of this rank's failure; empty if there is none.
 
-    :param trouble: the failure that is already known; empty if there is none.
-    :param seconds: the most seconds for the messages.
+    :param trouble: the text of a failure that is already known; empty if there is none.
+    :param seconds: the time limit for the messages, in seconds.
     :raises PeerDiedError: a rank has died during the exchange.
     """
     trials = list(_trials(transport))

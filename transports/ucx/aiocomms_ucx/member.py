@@ -1,4 +1,7 @@
-"""The interface of the transport for its parts: this rank, the peers, posts to the engine, and outcomes."""
+"""The interface through which the transport's parts use the transport of one rank.
+
+The interface covers this rank, its peers, posts to the engine, and the outcomes of ops.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from aiocomms_ucx.shared_engine import SharedEngine
 
 
 class Member(Protocol):
-    """The interface of one rank for lanes, windows and the side channel."""
+    """The attributes and methods of a rank's transport that lanes, windows and the side channel use."""
 
     engine: Engine
     shared: SharedEngine
@@ -25,11 +28,11 @@ class Member(Protocol):
     pids: list[int]
     """The process id of each rank."""
     gone: set[int]
-    """The ranks that have closed, or whose connection has broken."""
+    """The ranks that have closed the communicator, and the ranks to which the connection has broken."""
 
     @property
     def failure(self) -> CommError | None:
-        """The error that has lost the communicator, or None."""
+        """The error because of which the communicator is lost; None if the communicator is not lost."""
 
     def on_failure(self, error: CommError) -> None:
         """Report that the communicator is lost."""
@@ -38,34 +41,44 @@ class Member(Protocol):
         """Return whether a rank is on another host."""
 
     def ends_soon(self, peer: int | None) -> bool:
-        """Return whether the communicator will soon end, because a peer on this host has died or lost it."""
+        """Return whether the communicator will soon end.
+
+        The reason is that a peer on this host has died, or that the communicator is lost on the peer.
+        """
 
     def hand_over(self, op: ops.Op, work: Completion) -> float | None:
         """Post an op to the engine at once."""
 
     def follow(self, work: Completion, done: bool) -> None:
-        """Complete an op that the engine has got, if the op is done; otherwise keep the op until it is done."""
+        """Complete an op that the engine has got if the op is done.
+
+        Otherwise, keep a reference to the op until it is done.
+        """
 
     def hold(self, whether: bool) -> None:
-        """Keep new collectives in Python, or pass collectives to the engine again."""
+        """Choose whether shortcuts pass new collectives to Python code or to the engine.
+
+        :param whether: True for Python code, False for the engine.
+        """
 
     def follow_collective(self, work: Completion, done: bool) -> None:
-        """Do the same as :meth:`follow` for a collective, which gets a number."""
+        """Give a number to a collective that the engine has got, then do the same as :meth:`follow`."""
 
     def tell_all(self, frame: Callable[[int], wire.Frame]) -> None:
         """Send a frame to all ranks.
 
-        ``frame`` makes the frame for a rank from that rank's number of this communicator.
+        :param frame: a function that makes the frame for one rank. The argument is the communicator's number in the
+            engine of that rank.
         """
 
 
 class FormingMember(Member, Protocol):
-    """The interface of one rank while its communicator forms."""
+    """The attributes and methods of a rank's transport that are used while its communicator forms."""
 
     peers: list[int]
     hosts: list[str]
     proves: bool
-    """True if ranks exchange messages while an engine's first communicator forms."""
+    """True if ranks exchange test messages while an engine's first communicator forms."""
     in_place: bool
     """True if the ranks of this host read large parts directly from other ranks' tensors."""
     segment: int

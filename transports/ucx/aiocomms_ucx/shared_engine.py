@@ -22,15 +22,16 @@ from aiocomms_ucx._engine import Engine, Kept, NoticeKind
 from aiocomms_ucx.listener import Listener
 
 _GOODBYE: Final = 2.0
-"""Seconds within which the peers' engines must confirm that they have received all data.
+"""The time, in seconds, within which the peers' engines must confirm that they have received all data.
 
-The peers' loops need not run.
+For this confirmation, the peers' event loops need not run.
 """
 
 _MOST_PARTED: Final = 64
 """The number of disconnected peers after which new communicators get a new engine.
 
-After a message of more than about 40 bytes, UCX frees the 85 KiB of an endpoint only when its worker ends.
+The limit bounds the memory that UCX has not freed. After a message of more than about 40 bytes, UCX frees the 85 KiB of
+an endpoint only when UCX's worker ends.
 """
 
 _OF_LANES: Final = frozenset({NoticeKind.LANE_DISAGREES, NoticeKind.LANE_LEFT})
@@ -47,17 +48,20 @@ class Finisher(Protocol):
 
 
 class Lanes(Protocol):
-    """The interface of a communicator's lanes for the engine's notices."""
+    """The methods of a communicator's lanes that handle notices of the engine."""
 
     def left(self, rank: int, lane: int) -> None:
         """Fail the running collective of a lane, because a rank that the collective needs has closed."""
 
     def disagrees(self, rank: int, lane: int) -> None:
-        """Handle a rank's call in a lane that differs from this rank's call. That rank describes its call later."""
+        """Handle another rank's call in a lane that differs from this rank's call.
+
+        The other rank describes its call later.
+        """
 
 
 class Sharer(Protocol):
-    """The interface of a communicator that shares an engine, for the engine's notices."""
+    """The attributes and methods with which a communicator on a shared engine handles notices of the engine."""
 
     peers: list[int]
     """The numbers of the ranks' engines."""
@@ -73,30 +77,36 @@ class Sharer(Protocol):
         """Return whether a rank is on another host."""
 
     def lost(self, peer: int) -> None:
-        """Handle a connection to an engine's peer that has broken without a close by the peer."""
+        """Handle a broken connection to an engine's peer. The peer had not closed the connection."""
 
     def misled(self, peer: int, what: str) -> None:
-        """Lose the communicator because a peer of the engine has sent invalid data."""
+        """Declare the communicator lost because a peer of the engine has sent invalid data."""
 
     def failed(self, why: str) -> None:
-        """Lose the communicator because a step of the engine failed, for example for lack of memory."""
+        """Declare the communicator lost because a step of the engine failed, for example for lack of memory."""
 
     def left(self, rank: int, collectives: int) -> None:
-        """Handle a rank that has closed this communicator after ``collectives`` collectives."""
+        """Handle the close of this communicator by another rank.
+
+        :param collectives: the number of collectives that the other rank had done before the close.
+        """
 
     def disagrees(self, rank: int, index: int) -> None:
         """Describe this rank's call to all ranks, because the engine has found that another rank's call differs."""
 
     def hear(self, rank: int, said: wire.Frame) -> None:
-        """Handle a frame from a rank. Any thread may pass a note to this method."""
+        """Handle a frame from a rank. If the frame is a note, any thread may call this method."""
 
 
 Entry = tuple[Finisher, Completion, int, Kept | None]
-"""The finisher of an op, the op's work, the number of a collective or of its lane, and the op's memory."""
+"""The record of a pending op: the op's finisher, its work, a number, and the object that keeps its memory.
+
+The number is that of the collective, or that of the collective's lane.
+"""
 
 
 def kept(work: Completion) -> Kept:
-    """Return an object that keeps the memory of an op in place, because the engine uses the memory.
+    """Return an object that keeps the memory of an op's tensors at its address, because the engine uses the memory.
 
     The program then cannot resize the storage. If the program moves a tensor to other memory, the old memory stays.
     """
@@ -116,15 +126,15 @@ class SharedEngine:
         """Start without communicators.
 
         :param engine: the started engine.
-        :param cuda: the GPU whose memory the engine carries; None for CPU memory.
+        :param cuda: the GPU whose memory the engine sends and receives; None for CPU memory.
         """
         self.engine = engine
         self.cuda = cuda
         self.number: int = engine.number
         self.numbers = itertools.count(self.number + 1)
-        """The numbers for further engines of other ranks, if this engine belongs to an endpoint."""
+        """The iterator over unused numbers. In an endpoint, each engine of another rank gets one of these numbers."""
         self.forming = 0
-        """The number of communicators that are about to share the engine."""
+        """The number of communicators that are being formed on the engine."""
         self.transports: dict[int, Sharer] = {}
         """The transports, by their communicators' numbers in the engine."""
         self.pending: dict[int, Entry] = {}
@@ -137,7 +147,7 @@ class SharedEngine:
         self._uses: Counter[int] = Counter()
         """The number of communicators that this engine shares with each other engine."""
         self._silent: set[int] = set()
-        """The engines whose confirmation this engine does not await when it disconnects from them."""
+        """The engines from which this engine awaits no confirmation when the two engines disconnect."""
         self._retired = self._closed = False
         self._parted = 0
         """The number of engines from which this engine has disconnected."""
@@ -155,7 +165,10 @@ class SharedEngine:
 
     @property
     def lasts(self) -> bool:
-        """True while new communicators may share the engine: it has not failed, and has disconnected from few peers."""
+        """True while new communicators may share the engine.
+
+        The engine must not have failed, and must have disconnected from few peers.
+        """
         return not (self._retired or self._closed) and self._parted < _MOST_PARTED
 
     def introduce(
@@ -177,7 +190,10 @@ class SharedEngine:
             raise
 
     def distrust(self, peers: Collection[int]) -> None:
-        """Do not wait for confirmations of some peers, which are dead or silent, or do not know this engine."""
+        """Mark peers from which this engine awaits no confirmation.
+
+        These peers are dead or silent, or do not know this engine.
+        """
         self._silent.update(self._known.keys() & peers)
 
     def join(self, group: int, transport: Sharer) -> None:
@@ -186,10 +202,10 @@ class SharedEngine:
         self._uses.update(transport.peers)
 
     def progress(self) -> bool | None:
-        """Make progress, and pass on outcomes and notices.
+        """Make progress, and handle the engine's outcomes and notices.
 
-        :returns: whether there were outcomes or notices; None if there were none, and the engine's thread continues the
-            work.
+        :returns: True if there were outcomes or notices. If there were none, None if the engine's own thread continues
+            the work, and otherwise False.
         """
         happened = self.engine.progress()
         if happened is None:
@@ -207,7 +223,10 @@ class SharedEngine:
         return True
 
     def held(self) -> list[Tensor]:
-        """Return the tensors of pending ops, also of abandoned communicators. Any thread may call this method."""
+        """Return the tensors of pending ops, including the ops of abandoned communicators.
+
+        Any thread may call this method.
+        """
         entries = [self.pending.get(ticket) for ticket in list(self.pending)]
         ops = [entry[1].op for entry in entries if entry is not None]
         return [tensor for op in ops for _, tensor in op.reads() + op.writes()]
@@ -250,7 +269,7 @@ class SharedEngine:
             transport.hear(rank, frame)
 
     def _misled(self, peer: int, what: str) -> None:
-        """Fail all communicators that contain a rank whose frames or messages are invalid."""
+        """Fail all communicators of which ``peer`` is a member, because its frames or messages are invalid."""
         for transport in list(self.transports.values()):
             transport.misled(peer, what)
 
@@ -261,7 +280,10 @@ class SharedEngine:
         await self.settle()
 
     async def settle(self) -> None:
-        """Disconnect from peers without a common communicator. If no communicator exists or forms, close the engine."""
+        """Disconnect from the peers with which this engine shares no communicator any more.
+
+        If no communicator exists on the engine or is being formed, close the engine.
+        """
         with anyio.CancelScope(shield=True):  # This takes at most some seconds.
             await self._settle()
 
@@ -287,7 +309,7 @@ class SharedEngine:
                 self._unshared.remove(address)
 
     def _part(self, peers: Collection[int], silent: Collection[int]) -> bool:
-        """Disconnect from some peers. This method blocks, off the loop.
+        """Disconnect from some peers. This method blocks, so it is not called on the loop's thread.
 
         :returns: whether UCX has freed all memory of these peers.
         """
@@ -297,7 +319,7 @@ class SharedEngine:
         return self.engine.part(list(peers), True, _GOODBYE) and clean
 
     def _close(self) -> None:
-        """Close the engine. This method blocks, off the loop."""
+        """Close the engine. This method blocks, so it is not called on the loop's thread."""
         if self.cuda is not None:
             self.cuda.activate()
         self.engine.close(not self._silent, _GOODBYE)
@@ -308,7 +330,10 @@ _open_engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()
 
 
 def _stop_all() -> None:
-    """Halt all engines at exit, because UCX must not run while the process ends, but a loop's thread may still run."""
+    """Halt all engines when the process exits.
+
+    UCX must not run while the process ends. A loop's thread may still be running at this time, and could call UCX.
+    """
     for shared in list(_open_engines):
         shared.engine.halt()
 

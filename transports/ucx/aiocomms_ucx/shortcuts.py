@@ -1,4 +1,7 @@
-"""The transport's part of shortcuts. Shortcuts are native code that starts plain ops; see the engine's sources."""
+"""The part of shortcuts that belongs to the transport.
+
+Shortcuts are native code of the engine that starts plain ops.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,14 @@ _TYPES: Final[list[type[ops.Op]]] = [
 ]
 _TAKEN: Final[frozenset[type[ops.Op]]] = frozenset(_TYPES)
 KINDS: Final[dict[str, tuple[type[ops.Op], int]]] = {cls.name: (cls, FORMS.get(cls, -1)) for cls in _TYPES}
-"""The ops with a shortcut, each with its form; see :data:`aiocomms_ucx.collectives.FORMS`."""
+"""The op types with a shortcut, by name. The second value is the type's number in ``FORMS``, or -1 if there is none."""
 
 
 def _operators() -> list[tuple[object, int, int]]:
-    """Return the operators without a factor, with their numbers and a bit for each dtype. The default is first."""
+    """Return the operators without a factor. The default operator is first.
+
+    :returns: for each operator, the operator itself, its number in the engine, and a bit mask of its dtypes.
+    """
     names = [f"torch.{name}" for name in dtype_names()]
     plain = [ReduceOp.SUM, *(op for kind in SUPPORTED if (op := getattr(ReduceOp, kind.upper(), None)))]
     found: list[tuple[object, int, int]] = []
@@ -77,12 +83,15 @@ class Hastened(NativeTransport):
         return self._native
 
     def hold(self, whether: bool) -> None:
-        """Keep new collectives in Python, or pass collectives to the engine again."""
+        """Choose whether shortcuts pass new collectives to Python code or to the engine.
+
+        :param whether: True for Python code, False for the engine.
+        """
         if self._native is not None:
             self._native.held = whether
 
     def look_after(self, index: int) -> None:
-        """Handle outcomes since the engine got an op. The transport already keeps the op.
+        """Handle outcomes since the engine got an op. The transport already has a reference to the op.
 
         :param index: the op's number among the collectives; -1 if the op is no collective.
         """

@@ -1,4 +1,4 @@
-"""The side channel: notes between the ranks of a lost communicator, over connections that survive the loss."""
+"""The side channel: the ranks of a lost communicator exchange notes over connections that are still open."""
 
 from __future__ import annotations
 

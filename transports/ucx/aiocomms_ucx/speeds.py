@@ -1,4 +1,7 @@
-"""Speeds of copies by this host's processor and kernel, measured when the first engine starts, and stored in a file."""
+"""The speeds of copies by this host's processor and kernel.
+
+The speeds are measured when the first engine starts, and are stored in a file.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,16 @@ from aiocomms_ucx._engine import MEASURED_BYTES, measure_speeds
 
 _DISTRIBUTION: Final = "aiocomms-ucx"
 _AS_IT_IS = os.O_NOFOLLOW | os.O_NONBLOCK
-"""The flags with which ``open`` follows no link, and does not block on a pipe without a writer."""
+"""The flags with which ``open`` follows no symbolic link, and does not block on a pipe that has no writer."""
 _LONGEST: Final = 4096
-"""The most bytes that are read from ``/proc/cpuinfo``, and from the file, which has some 200 bytes."""
-_HARDLY_SLOWER: Final = 1.25
-"""The factor by which reads in place may be slower.
+"""The largest number of bytes that are read from ``/proc/cpuinfo`` or from the file of speeds.
 
-Such reads need no rounds of slots, and the cache may have the part.
+The file of speeds has some 200 bytes.
+"""
+_HARDLY_SLOWER: Final = 1.25
+"""The factor by which a direct read may take longer than the copies. If the read takes longer, ranks use slots.
+
+A direct read needs no rounds of slots, and the processor's cache may already contain the part.
 """
 
 _Nanoseconds = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
@@ -41,9 +47,9 @@ class Speeds(msgspec.Struct, frozen=True):
     version: str
     """The version of this package, because another version may measure other times."""
     read: _Nanoseconds
-    """Nanoseconds in which the kernel reads the bytes directly from the other process."""
+    """The time, in nanoseconds, in which the kernel reads the bytes directly from the other process."""
     copied: _Nanoseconds
-    """Nanoseconds of two copies: into a slot of shared memory, and out of the slot."""
+    """The time, in nanoseconds, of two copies: into a slot of shared memory, and out of the slot."""
 
     @property
     def reads_in_place(self) -> bool:
@@ -52,7 +58,10 @@ class Speeds(msgspec.Struct, frozen=True):
 
 
 class Found(NamedTuple):
-    """The speeds of this host and their origin. ``speeds`` is None if no process may read another's memory."""
+    """The speeds of this host and their origin.
+
+    ``speeds`` is None if no process may read the memory of other processes.
+    """
 
     speeds: Speeds | None
     origin: str
@@ -62,13 +71,13 @@ class Found(NamedTuple):
 def find() -> Found:
     """Return the stored speeds, or measure and store them.
 
-    This function blocks, for less than 1 ms if a core is free.
+    This function blocks. If a core is free, the function takes less than 1 ms.
     """
     return _find(_path(), measure_speeds)
 
 
 def describe() -> dict[str, str]:
-    """Return the lines about the speeds for ``aiocomms info``."""
+    """Return the lines about the speeds in the output of ``aiocomms info``."""
     speeds, origin = find()
     what = f"parts of {MEASURED_BYTES // 1024} KiB"
     if speeds is None:
@@ -104,7 +113,7 @@ def _path(cpuinfo: Path = Path("/proc/cpuinfo")) -> Path | None:
 
 
 def _place(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, str, str]:
-    """Return the system that is measured: the processor's name, the kernel and this package's version."""
+    """Return a description of the measured system: the processor's name, the kernel and this package's version."""
     about = ""
     with contextlib.suppress(OSError), cpuinfo.open("rb") as file:
         about = file.read(_LONGEST).decode(errors="replace")
@@ -114,7 +123,10 @@ def _place(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, str, str]:
 
 
 def _kept(path: Path) -> Speeds | None:
-    """Return the speeds in a file; None unless the file is complete, this user's, and of this system."""
+    """Return the speeds in a file, or None.
+
+    The result is None if the file is not readable or complete, or belongs to another user or another system.
+    """
     try:
         # Unlike os.fdopen, open() closes the descriptor if it is a folder's.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _AS_IT_IS)) as file:

@@ -23,15 +23,17 @@ _DTYPES: Final = tuple(getattr(torch, name) for name in dtype_names())
 _GONE: Final = frozenset({3, 24, 25, 80})
 """UCX's errors for a broken connection (ucs/type/status.h, without the sign).
 
-The error 6, "destination is unreachable", is not among them. If this process has no free descriptors, UCX reports this
-error also for a rank that is alive.
+This set does not contain the error 6, "destination is unreachable". If this process has no free descriptors, UCX
+reports error 6 also for a rank that is alive.
 """
 
 
 def error_of(op: Any, status: int, a: int, b: int, rank: int, size: int, *, lives: bool = False) -> CommError:
-    """Return the error for a status other than DONE and DROPPED, with its details ``a`` and ``b``, on a rank.
+    """Return the error for an op that has ended on ``rank`` with a status other than DONE and DROPPED.
 
-    :param lives: whether the op's peer is known to be alive. Then the error must not report the peer's death.
+    The details ``a`` and ``b`` depend on the status.
+
+    :param lives: whether the op's peer is known to be alive. If so, the error must not report the peer's death.
     """
     if status == CLOSED:
         return closed_by(a)
@@ -66,5 +68,5 @@ def has_ended(pid: int) -> bool:
 
 
 def peer_of(op: Any) -> int | None:
-    """Return the rank with which an op communicates; None if there are several ranks."""
+    """Return the rank with which an op communicates; None if the op names no single rank."""
     return next((getattr(op, name) for name in ("src", "dst") if hasattr(op, name)), None)

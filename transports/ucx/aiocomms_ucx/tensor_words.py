@@ -1,9 +1,10 @@
 """The offsets of memory words in a tensor. Native code reads these words to avoid three calls of torch.
 
-``is_neg()``, ``is_conj()`` and ``requires_grad`` are calls of some 100 ns each. Torch reads the answers from two words
+Each call of ``is_neg()``, ``is_conj()`` and ``requires_grad`` takes some 100 ns. Torch reads the answers from two words
 of the tensor's C++ object (``c10/core/TensorImpl.h``). One word is the set of the tensor's dispatch keys. The other
-word is the pointer to the autograd data, which is null if there are none. The offsets are no part of torch's interface.
-So :func:`find` compares tensors with known answers. If it finds no offsets, native code calls torch.
+word is the pointer to the autograd data. The pointer is null if the tensor has no such data. The offsets of these words
+are no part of torch's interface. So :func:`find` searches the words in tensors for which the answers are known. If the
+function finds no offsets, native code calls torch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ With pointers of 8 bytes, every ``TensorImpl`` has at least this number of words
 
 
 class TensorWords(NamedTuple):
-    """The offsets in bytes, and the dispatch keys of a plain tensor."""
+    """The offsets of the words, in bytes, and the dispatch keys of a plain tensor."""
 
     impl: int
     """The offset of the pointer to the C++ object in the Python object."""
@@ -39,7 +40,7 @@ class TensorWords(NamedTuple):
 
 @cache
 def find() -> TensorWords | None:
-    """Return the offsets; None if this torch has another layout, or if the layout cannot be found."""
+    """Return the offsets of the words; None if this version of torch has another layout, or if the search fails."""
     try:
         return _found()
     except (AttributeError, TypeError, RuntimeError):

@@ -1,4 +1,4 @@
-"""The plug-in: :class:`UcxTransport` is one communicator on an engine, which other communicators share."""
+"""The plug-in. A :class:`UcxTransport` is one communicator on an engine. Other communicators may share the engine."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ PLAIN: Final = -1
 """The number of an op that is not a collective."""
 _NONE: Final = -1
 _MOST_RANKS: Final = 65535
-"""The most ranks that the header of a message can distinguish."""
+"""The largest number of ranks that the header of a message can distinguish."""
 _STEPS: Final = frozenset({ops.WindowOpen, ops.WindowClose, ops.FetchAdd, ops.CompareSwap})
-"""Ops that need a further step, or return a value, after the engine's step."""
+"""The op types that need a further step after the engine's step, or that have a value as their result."""
 
 
 class UcxTransport(LaneTransport, Hastened):
@@ -50,9 +50,9 @@ class UcxTransport(LaneTransport, Hastened):
     fast_check: Callable[[object, bool], bool] | None = staticmethod(is_plain)
     windows: type[Windows] = Windows
     for_gpu: Callable[[], type[UcxTransport]]
-    """The function that returns the transport for GPU memory, which is loaded when needed."""
+    """The function that returns the transport class for GPU memory. The class is imported only when it is needed."""
     proves = True
-    """True if ranks exchange messages while an engine's first communicator forms."""
+    """True if ranks exchange test messages while an engine's first communicator forms."""
 
     def __init__(self, shared: SharedEngine, ranks: Ranks) -> None:
         """Add a communicator to an engine."""
@@ -69,7 +69,7 @@ class UcxTransport(LaneTransport, Hastened):
         self.lanes = LaneCollectives(self)
         self.post_in_lane = self.lanes.post  # type: ignore[method-assign]
         self.call_count = Count()
-        """The number of posted collectives, which native code also counts."""
+        """The counter of posted collectives. Native code also increments this counter."""
         self._collectives: dict[int, Completion] = {}  # the pending collectives, by number
         self._left: dict[int, int] = {}  # the ranks that have closed, and how many collectives each had done
         self._disputes: dict[int, list[tuple[int, str]]] = {}  # ranks and the calls that they describe, by collective
@@ -78,7 +78,7 @@ class UcxTransport(LaneTransport, Hastened):
         self._ending = threading.RLock()  # the engine must not be closed while another thread uses it
         self._aborted = self._closed = False
         self.gone: set[int] = set()
-        """The ranks that have closed, or whose connection has broken."""
+        """The ranks that have closed the communicator, and the ranks to which the connection has broken."""
         shared.join(self.group, self)
 
     @classmethod
@@ -137,7 +137,7 @@ class UcxTransport(LaneTransport, Hastened):
 
     @property
     def failure(self) -> CommError | None:
-        """The error that has lost the communicator, or None."""
+        """The error because of which the communicator is lost; None if the communicator is not lost."""
         return self._failure
 
     # --------------------------------------------------------------------------------------- ops and their outcomes
@@ -175,7 +175,7 @@ class UcxTransport(LaneTransport, Hastened):
         return None
 
     hand_over = post
-    """The immediate post to the engine. The ``post`` of a subclass may call this method later."""
+    """The method that posts an op to the engine at once. The ``post`` of a subclass may call this method later."""
 
     def post_in_lane(self, op: ops.Op, lane: int, work: Completion) -> float | None:
         """See :meth:`LaneTransport.post_in_lane`."""
@@ -190,7 +190,10 @@ class UcxTransport(LaneTransport, Hastened):
         self.lanes.forget(lane, rank)
 
     def follow(self, work: Completion, done: bool) -> None:
-        """Complete an op that the engine has got, if the op is done; otherwise keep the op until it is done."""
+        """Complete an op that the engine has got if the op is done.
+
+        Otherwise, keep a reference to the op until it is done.
+        """
         if done:
             return work.complete()
         self.shared.pending[id(work)] = (self, work, PLAIN, kept(work))
@@ -208,7 +211,7 @@ class UcxTransport(LaneTransport, Hastened):
     def finish(self, work: Completion, index: int, status: int, a: int, b: int) -> None:
         """Complete an op that has ended.
 
-        The work may already be done, because the engine also reports abandoned ops.
+        The work may already be done, because the engine also reports the end of abandoned ops.
         """
         collective = index != PLAIN
         if collective:
@@ -232,7 +235,10 @@ class UcxTransport(LaneTransport, Hastened):
             work.complete(found(work.op, a, b) if isinstance(work.op, ops.Probe) else OP_RESULT)
 
     def ends_soon(self, peer: int | None) -> bool:
-        """Return whether the communicator will soon end, because a peer on this host has died or lost it."""
+        """Return whether the communicator will soon end.
+
+        The reason is that a peer on this host has died, or that the communicator is lost on the peer.
+        """
         if peer is None or self.far(peer):
             return False
         if self.engine.has_let_go(self.group, peer):
@@ -309,7 +315,7 @@ class UcxTransport(LaneTransport, Hastened):
         return self.peers.index(peer) if peer in self.peers else None
 
     def lost(self, peer: int) -> None:
-        """Handle a connection to an engine's peer that has broken without a close by the peer."""
+        """Handle a broken connection to an engine's peer. The peer had not closed the connection."""
         rank = self.rank_of(peer)
         if rank is not None:
             self.gone.add(rank)
@@ -317,17 +323,20 @@ class UcxTransport(LaneTransport, Hastened):
             self._fail(gone(rank))
 
     def misled(self, peer: int, what: str) -> None:
-        """Lose the communicator because a peer of the engine has sent invalid data."""
+        """Declare the communicator lost because a peer of the engine has sent invalid data."""
         rank = self.rank_of(peer)
         if rank is not None:
             self._fail(ProtocolError(f"rank {rank}: {what}", peer=rank))
 
     def failed(self, why: str) -> None:
-        """Lose the communicator because a step of the engine failed, for example for lack of memory."""
+        """Declare the communicator lost because a step of the engine failed, for example for lack of memory."""
         self._fail(CommError(f"the engine of transport 'ucx' on rank {self.rank} failed in a step: {why}"))
 
     def left(self, rank: int, collectives: int) -> None:
-        """Handle a rank that has closed this communicator after ``collectives`` collectives."""
+        """Handle the close of this communicator by another rank.
+
+        :param collectives: the number of collectives that the other rank had done before the close.
+        """
         self._left[rank] = collectives
         self.gone.add(rank)
         for index in list(self._collectives):
@@ -343,7 +352,7 @@ class UcxTransport(LaneTransport, Hastened):
             self._reconsider(index)
 
     def hear(self, rank: int, said: wire.Frame) -> None:
-        """Handle a frame from a rank. Any thread may pass a note to this method."""
+        """Handle a frame from a rank. If the frame is a note, any thread may call this method."""
         if isinstance(said, wire.Dispute):
             self._disputes.setdefault(said.index, []).append((rank, said.text))
             self._reconsider(said.index)
@@ -379,14 +388,15 @@ class UcxTransport(LaneTransport, Hastened):
         return None
 
     def _fail(self, error: CommError) -> None:
-        """Report that the communicator is lost. The first error stays the reason."""
+        """Report that the communicator is lost. The first error remains the reason for the loss."""
         self._failure = self._failure or error
         self.on_failure(self._failure)
 
     def tell_all(self, frame: Callable[[int], wire.Frame]) -> None:
         """Send a frame to all ranks.
 
-        ``frame`` makes the frame for a rank from that rank's number of this communicator.
+        :param frame: a function that makes the frame for one rank. The argument is the communicator's number in the
+            engine of that rank.
         """
         for rank, number in enumerate(self._numbers):
             self._tell(rank, frame(number))

@@ -28,7 +28,7 @@ class WindowPart(msgspec.Struct, array_like=True):
     """The description of one rank's part of a window for the other ranks."""
 
     shared: int
-    """The descriptor of the part's shared memory, or -1."""
+    """The descriptor of the part's shared memory; -1 if the part is not in shared memory."""
     offset: int
     """The offset of the part in the shared memory, in bytes."""
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class WindowPart(msgspec.Struct, array_like=True):
     address: int
     rkey: bytes
     ipc: list[tuple[Any, ...] | None] = []
-    """The handle with which each rank maps the part, for GPU memory."""
+    """The list of the handles with which the ranks map the part, if the part is GPU memory."""
 
     def __repr__(self) -> str:  # the address and the key give access to the memory
         return f"<part of shape {self.shape}>"
@@ -65,9 +65,12 @@ class Windows:
     """The windows of one communicator."""
 
     record: int = 2048
-    """The size in bytes of a rank's record about its part. UCX's keys take at most a few hundred bytes."""
+    """The size, in bytes, of a rank's record about its part.
+
+    UCX's keys in the record take at most a few hundred bytes.
+    """
     unshared = "was in use when the window was opened, or is no memory of torch's own (from_numpy, frombuffer)"
-    """The end of the error text for a part on this host that is not mapped."""
+    """The end of the error text about a part that is on this host, but is not mapped."""
 
     def __init__(self, transport: Member) -> None:
         self._transport = transport
@@ -76,7 +79,7 @@ class Windows:
         self._handles: dict[int, WindowHandle] = {}
         self._opening: dict[int, WindowHandle] = {}  # the windows that are opening, by ticket
         self.behind: deque[Completion] | None = None
-        """The collectives that wait behind the close of a window; None if no window waits to close.
+        """The collectives that wait until an earlier close of a window is posted; None if no window waits to close.
 
         The close becomes a collective only after the window's one-sided operations have ended."""
 
@@ -113,7 +116,10 @@ class Windows:
         return transport.follow(work, done)
 
     def finish(self, work: Completion, collective: bool, value: int) -> None:
-        """Continue or complete an operation that has several steps or a value, after a step is done."""
+        """Continue or complete an operation after one of its steps is done.
+
+        The operation has several steps or a value.
+        """
         op: Any = work.op
         if isinstance(op, ops.WindowOpen):
             self._opened_everywhere(work)
@@ -128,7 +134,7 @@ class Windows:
             self._post_behind()
 
     def withdraw(self, op: ops.WaitSignal, ticket: int) -> bool:
-        """Withdraw a wait. Return False if a signal has already ended it."""
+        """Withdraw a wait. Return False if a signal has already ended the wait."""
         transport = self._transport
         return transport.engine.cancel_wait(transport.group, op.window.handle.number, op.src, ticket)
 
@@ -142,7 +148,7 @@ class Windows:
         return sum({s.data_ptr(): s.nbytes() for s in storages if s.device.type == "cpu" and s.is_shared()}.values())
 
     def close(self) -> None:
-        """Forget all windows, because the communicator is closing."""
+        """Close all windows on this rank, because the communicator is closing."""
         for handle in list(self._handles.values()):
             self._forget(handle)
 
@@ -165,7 +171,7 @@ class Windows:
     # ------------------------------------------------------------------------------------------ opening and closing
 
     def _take_place(self, op: ops.WindowOpen | ops.WindowClose, work: Completion) -> None:
-        """Open or close a window, as one of the communicator's collectives."""
+        """Start the opening or closing of a window in the order of the communicator's collectives."""
         if self.behind is not None:
             self.behind.append(work)
         elif isinstance(op, ops.WindowOpen):
@@ -208,9 +214,9 @@ class Windows:
     def _share(self, tensor: Tensor) -> int:
         """Move a tensor's storage, with all its views, to memory that can be shared.
 
-        :returns: the descriptor, which belongs to the storage; -1 if there is no rank to share with, or if the storage
-            cannot be moved. A storage cannot be moved if its memory is not torch's own, or if other code has its
-            address.
+        :returns: the descriptor, which belongs to the storage; -1 if this host has no other rank, or if the storage
+            cannot be moved. A storage cannot be moved if torch did not allocate its memory, or if other code has the
+            address of the memory.
         """
         transport, storage = self._transport, tensor.untyped_storage()
         alone = not any(not transport.far(rank) for rank in range(transport.size) if rank != transport.rank)
@@ -251,7 +257,8 @@ class Windows:
     ) -> None:
         """Pass all parts and the mapped tensors to the engine, and complete the opening.
 
-        :param reached: the mapped tensor or None for each part. The iteration raises the error of a part.
+        :param reached: an iterable with the mapped tensor or None for each part. The iteration raises an error if a
+            part cannot be mapped.
         """
         transport, rank, found = self._transport, 0, iter(reached)
         try:
@@ -307,7 +314,7 @@ class Windows:
         self._transport.hold(True)
 
     def _post_behind(self) -> None:
-        """Post the collectives that waited for a window's close, up to the next window that waits to close."""
+        """Post the collectives that waited for a window's close. Stop after the next close that must wait."""
         try:
             behind, self.behind = self.behind, None
             while behind and self.behind is None:
@@ -332,11 +339,11 @@ class Windows:
 
 
 def open_segment(rank: int, pid: int, number: int) -> int:
-    """Open the shared memory for a host's collectives by a descriptor of another rank's process.
+    """Open the memory that a host's ranks share for collectives, by a descriptor of another rank's process.
 
     :raises PeerDiedError: the other process has ended.
-    :raises ProtocolError: the descriptor is not such memory. It is a file, or memory of another user, or memory that
-        could be truncated while this rank uses it.
+    :raises ProtocolError: the descriptor belongs to a file, to memory of another user, or to memory that could be
+        truncated while this rank uses the memory.
     """
     try:
         fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""The wire format: the records in the store, and the frames on control connections, which Python code handles."""
+"""The wire format of the records in the store, and of the control connections' frames that Python code handles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOTE: Final = b"N"  # the engine does not pass these frames to the loop
 
 
 class Dispute(msgspec.Struct, tag=True, array_like=True):
-    """The sender describes its call of collective ``index``, counted from 0."""
+    """The frame in which the sender describes its call of the collective with number ``index``, counted from 0."""
 
     group: int
     index: int
@@ -23,7 +23,7 @@ class Dispute(msgspec.Struct, tag=True, array_like=True):
 
 
 class LaneDispute(msgspec.Struct, tag=True, array_like=True):
-    """The sender describes its call in a lane. The text is empty if the sender has no call."""
+    """The frame in which the sender describes its call in a lane. The text is empty if the sender has no call."""
 
     group: int
     lane: int
@@ -31,7 +31,10 @@ class LaneDispute(msgspec.Struct, tag=True, array_like=True):
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):
-    """The sender has aborted. ``index`` is the number of the collective in which ranks disagree, or -1."""
+    """The frame by which the sender reports that it has aborted the communicator.
+
+    If the ranks' calls of a collective differ, ``index`` is the number of this collective. Otherwise, ``index`` is -1.
+    """
 
     group: int
     reason: Reason
@@ -39,7 +42,7 @@ class Abort(msgspec.Struct, tag=True, array_like=True):
 
 
 class Note(msgspec.Struct, tag=True, array_like=True):
-    """A note from the sender's core to the receiver's core. The receiver gets the note also while its loop is busy."""
+    """A note from the sender's core to the receiver's core. The receiver gets the note even while its loop is busy."""
 
     group: int
     text: bytes
@@ -50,7 +53,10 @@ _FRAMES = ControlCodec[Frame](Frame, "a control frame")
 
 
 def dialect() -> Dialect:
-    """Return the beginning of a rank's first record, which the ranks compare first."""
+    """Return the beginning of a rank's first record.
+
+    The ranks compare the beginnings before they decode the records.
+    """
     return Dialect("the ucx transport", b"aioU", VERSION)
 
 
