@@ -1,4 +1,4 @@
-"""Communicators of synchronous programs: portals whose event loop runs in a separate thread."""
+"""Communicators for synchronous programs. Their methods block, and their event loop runs in a separate thread."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from aiocomms.communicator.portal.portal import Portal
 
 
 class Communicator(Portal):
-    """One rank's handle on a fixed, ordered group of ranks, for a synchronous program; made by :func:`new_comm`.
+    """A communicator whose methods block: one rank's handle on a fixed, ordered group of ranks.
 
-    Any thread may use the communicator. Its event loop's thread calls the hooks.
+    The function :func:`new_comm` makes it. Any thread may use the communicator. The thread of the event loop calls the
+    hooks that the program registers.
     """
 
     def __init__(self, comm: communicator.Communicator, thread: LoopThread) -> None:
@@ -32,7 +33,7 @@ class Communicator(Portal):
         Idempotent: a second caller waits until the first call has ended. Pending ops have up to 5 seconds to end.
 
         :raises RuntimeError: the caller is on the loop's own thread, for example in a hook.
-        :raises CommError: a transport failed to close; everything else is released.
+        :raises CommError: a transport failed to close. The other resources are released.
         """
         with self._use.ending(self._door):
             super().close()
@@ -40,7 +41,7 @@ class Communicator(Portal):
     def reconfigure(
         self, ranks: Sequence[int] | None = None, *, size: int | None = None, timeout: float | timedelta = 10.0
     ) -> Self:
-        """Form a communicator that replaces this one. Close this one when the new one is formed.
+        """Form a new communicator, and then close this communicator, which the new communicator replaces.
 
         See :meth:`aiocomms.Communicator.reconfigure`.
         """

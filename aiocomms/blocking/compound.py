@@ -1,4 +1,4 @@
-"""Works of ``torch.distributed`` that are made of operations for which a thread can wait."""
+"""Works of ``torch.distributed`` that consist of several operations. A thread can wait for each operation."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from aiocomms.lowlevel.handles import Handle
 
 
 class Ending(Protocol):
-    """An operation, or a step that follows an operation."""
+    """A part of a :class:`CompoundWork`: an operation, or a step that follows an operation."""
 
     def done(self) -> bool:
         """Return whether the operation or step has ended."""
 
 
 class CompoundWork(Handle, dist.Work):
-    """A work that has ended when all its parts have ended. The method ``wait`` raises the error of a failed work."""
+    """A work that ends when all its parts have ended. The method ``wait`` raises the error of a failed work."""
 
     _parts: Sequence[Ending]
 

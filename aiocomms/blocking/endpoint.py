@@ -25,7 +25,10 @@ _T = TypeVar("_T")
 
 
 class _Inside:
-    """The endpoint that a door leads to; see :class:`aiocomms.communicator.portal.door.DoorOwner`."""
+    """The endpoint that owns a :class:`Door`, the queue of calls from other threads.
+
+    See :class:`aiocomms.communicator.portal.door.DoorOwner`.
+    """
 
     rank = marks = None
 
@@ -67,7 +70,7 @@ class Endpoint(Handle):
         self._endpoint = endpoint
         self._door = Door(_Inside(endpoint))
         self._views: dict[Peer, BlockingPeer] = {}
-        """The views of the open connections. Only the loop's thread uses this dict."""
+        """The blocking object of each open connection. Only the loop's thread uses this dict."""
         self._use = Use(thread)
 
     def __repr__(self) -> str:
@@ -75,7 +78,7 @@ class Endpoint(Handle):
 
     @property
     def peers(self) -> Sequence[BlockingPeer]:
-        """The connected endpoints; empty once this endpoint is closed."""
+        """The connected endpoints. The sequence is empty after this endpoint has been closed."""
 
         async def views() -> Sequence[BlockingPeer]:
             return [self._view(peer) for peer in self._endpoint.peers]
@@ -86,7 +89,7 @@ class Endpoint(Handle):
 
     @property
     def closed(self) -> bool:
-        """True once the endpoint was closed."""
+        """True after the endpoint has been closed."""
         return self._endpoint.closed
 
     def connect(self, address: bytes, *, timeout: OpTimeout = COMM_TIMEOUT) -> BlockingPeer:
@@ -100,7 +103,7 @@ class Endpoint(Handle):
     def accept(self, *, timeout: Timeout = None) -> BlockingPeer:
         """Wait for the next endpoint that connects to this one; see :meth:`aiocomms.Endpoint.accept`.
 
-        :param timeout: the seconds to wait; None: no limit.
+        :param timeout: the seconds to wait; None means no limit.
         :raises TimeoutError: no endpoint connected in time. If an endpoint connects later, the next call returns it.
         """
 
@@ -151,7 +154,10 @@ class Endpoint(Handle):
         return run(self._door, what, call, timeout)
 
     def _view(self, peer: Peer) -> BlockingPeer:
-        """Return the view of a connection, always the same one. Called on the loop's thread."""
+        """Return the blocking object of a connection. Every call for a connection returns the same object.
+
+        Only the loop's thread calls this method.
+        """
         view = self._views.get(peer)
         if view is None:
             self._views = {it: of for it, of in self._views.items() if not it._comm.closed}

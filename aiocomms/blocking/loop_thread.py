@@ -66,7 +66,7 @@ class LoopThread:
             self._users += 1
 
     def leave(self) -> None:
-        """Count one user less. After the last user, end the thread."""
+        """Subtract one from the number of the thread's users. End the thread if no user is left."""
         with self._lock:
             self._users -= 1
             last = not self._users
@@ -75,11 +75,14 @@ class LoopThread:
 
     @property
     def alive(self) -> bool:
-        """True while the thread runs; it does not run in a forked child."""
+        """True while the thread runs. In a forked child the value is False, because a fork does not copy the thread."""
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """End the loop, which closes all open objects, and wait until the thread has ended. Idempotent."""
+        """End the loop, and wait until the thread has ended. Idempotent.
+
+        The end of the loop closes all open objects.
+        """
         if self.alive and threading.current_thread() is not self._thread:
             with contextlib.suppress(RuntimeError):  # The loop has ended just now.
                 self._loop.call_soon_threadsafe(self._stop.set)
@@ -101,11 +104,11 @@ class Use:
 
     @contextlib.contextmanager
     def ending(self, door: Door) -> Iterator[None]:
-        """Stop using the thread after the ``with`` body, which closes the communicator or endpoint.
+        """Stop using the thread after the ``with`` body. The body closes the communicator or endpoint.
 
-        A second caller waits for the first.
+        A second caller waits until the first caller's body has ended.
 
-        :param door: the :class:`Door` of the communicator or endpoint that the body closes.
+        :param door: the queue of calls to the communicator or endpoint that the body closes; see :class:`Door`.
         :raises RuntimeError: the caller is on the loop's own thread.
         """
         # A forked child may lack the thread that would give the lock back.
@@ -120,7 +123,7 @@ class Use:
                 self.leave()
 
     def leave(self) -> None:
-        """Leave the thread. Idempotent."""
+        """Stop using the thread. Idempotent."""
         with self._lock:
             thread, self.thread = self.thread, None
         if thread is not None:
@@ -154,7 +157,7 @@ def blocking(
 
 
 def _end(thread: weakref.ref[LoopThread]) -> None:
-    """Close, at the end of the interpreter, all objects that the program has left open."""
+    """Close all objects that the program has not closed. The interpreter's exit calls this function."""
     left = thread()
     if left is not None:
         pending.stand_still()

@@ -41,10 +41,10 @@ class BlockingPeer(Handle):
     transports: dict[str, str]
 
     def __init__(self, door: Door, peer: Peer) -> None:
-        """Make the view of a peer, on the loop's thread.
+        """Make the blocking form of a peer. Only the loop's thread calls this method.
 
-        :param door: the endpoint's :class:`Door`. The connection is closed through this door, because the door of the
-            connection's communicator closes with the connection.
+        :param door: the endpoint's :class:`Door`, a queue of calls to the loop's thread. :meth:`close` uses this queue,
+            because the queue of the connection's communicator closes with the connection.
         """
         self.name, self.address, self.transports = peer.name, peer.address, peer.transports
         self._peer, self._other, self._door = peer, peer._other, door
@@ -59,7 +59,7 @@ class BlockingPeer(Handle):
 
     @property
     def closed(self) -> bool:
-        """True once the connection is over: closed on either side, or lost."""
+        """True after the connection has been closed on either side, or has been lost."""
         return self._peer.closed
 
     def statistics(self) -> Statistics:
@@ -113,8 +113,8 @@ class BlockingPeer(Handle):
     def lost(self, *, timeout: Timeout = None) -> CommError:
         """Wait until the connection is lost; see :meth:`aiocomms.Peer.lost`.
 
-        :param timeout: the seconds to wait; None: no limit.
-        :returns: the reason.
+        :param timeout: the seconds to wait; None means no limit.
+        :returns: the reason for the loss.
         :raises TimeoutError: the connection was not lost in time.
         :raises CommClosedError: the connection was closed on either side.
         """
@@ -127,7 +127,7 @@ class BlockingPeer(Handle):
         return self._comm.lost()
 
     def abort(self, reason: str | BaseException) -> None:
-        """Abort the connection on both sides; see :meth:`aiocomms.Peer.abort`. Any thread may call this."""
+        """Abort the connection on both sides; see :meth:`aiocomms.Peer.abort`. Any thread may call this method."""
         self._peer.abort(reason)
 
     def close(self) -> None:
@@ -150,7 +150,10 @@ class BlockingPeer(Handle):
 
 
 class BlockingRegion(Handle):
-    """An :class:`aiocomms.Region` in blocking form, for threads other than the event loop's. ``with`` revokes it."""
+    """An :class:`aiocomms.Region` in blocking form, for all threads except the event loop's thread.
+
+    The end of a ``with`` block revokes the region.
+    """
 
     tensor: Tensor
     descriptor: bytes
@@ -164,7 +167,7 @@ class BlockingRegion(Handle):
 
     @property
     def revoked(self) -> bool:
-        """True once no endpoint may use the region any more."""
+        """True after the region has been revoked: no endpoint may use the region any more."""
         return self._region.revoked
 
     def revoke(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
@@ -180,7 +183,10 @@ class BlockingRegion(Handle):
 
 
 class BlockingRemoteRegion(Described):
-    """An :class:`aiocomms.RemoteRegion` whose operations a thread can wait for. ``with`` closes it."""
+    """An :class:`aiocomms.RemoteRegion` in blocking form: a thread can wait for each operation.
+
+    The end of a ``with`` block closes the object.
+    """
 
     def __init__(self, door: Door, portal: Portal, remote: RemoteRegion, counting: threading.RLock) -> None:
         self._door, self._remote, self._owner = door, remote, remote._owner
@@ -209,7 +215,7 @@ class BlockingRemoteRegion(Described):
         self, tensor: Given, offsets: Sequence[int] | Tensor, starts: Sequence[int] | Tensor, count: int,
         *, timeout: OpTimeout = COMM_TIMEOUT,
     ) -> BlockingWork[Given]:  # fmt: skip
-        """Write runs of elements, all of the same length; see :meth:`aiocomms.RemoteRegion.put_v`."""
+        """Write runs of elements. All runs have the same length. See :meth:`aiocomms.RemoteRegion.put_v`."""
         self._check("put_v", "written", self.writable)
         with self._counting:
             work = self._window.put_v(tensor, self._owner, offsets, starts, count, timeout=timeout)
@@ -222,7 +228,7 @@ class BlockingRemoteRegion(Described):
     _check: Callable[..., None] = cast("Any", RemoteRegion._check)
 
     def close(self) -> None:
-        """Stop using the region: let pending operations end, and tell the owner. Idempotent."""
+        """Stop using the region: let pending operations end, and inform the region's owner. Idempotent."""
         if not self._door.core.closed:
             close(self._door, "close", self._remote.aclose)
 
