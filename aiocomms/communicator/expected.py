@@ -1,4 +1,7 @@
-"""Receives that are always pending, for messages that may come at any time, and the tasks that wait for them."""
+"""Receives that this library itself posts and keeps pending, and the tasks that wait for their messages.
+
+The messages may arrive at any time.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from aiocomms.progress.loops import Waiter
 
 
 class Expected:
-    """The receives that this library itself keeps pending, by tag, and the tasks that wait for each receive.
+    """The receives that one part of this library keeps pending, and the tasks that wait for each receive.
+
+    Each tag has one such receive.
 
     A hang report names only the receives for which a task waits.
 
@@ -20,9 +25,9 @@ class Expected:
     """
 
     def __init__(self, in_flight: InFlight, of: str) -> None:
-        """Begin without receives.
+        """Create an object that has no receives yet.
 
-        :param of: the name of the receives' owner, for reports.
+        :param of: the name of the part that posts the receives. Reports show this name.
         """
         self._of = of
         self._works: dict[int, tuple[StartedWork[Any], str]] = {}
@@ -31,9 +36,9 @@ class Expected:
         in_flight.stands.add(self)
 
     def note(self, tag: int, work: StartedWork[Any], what: str = "") -> None:
-        """Record the last receive of a tag.
+        """Record the latest receive that was posted for a tag.
 
-        :param what: a further description of the owner, for reports.
+        :param what: text that reports add to the name of the part that posts the receives.
         """
         self._works[tag] = work, what
 
@@ -47,7 +52,7 @@ class Expected:
         await self._awaited[tag]
 
     def changed(self) -> None:
-        """Wake all waiting tasks, which then check what has changed."""
+        """Wake all waiting tasks. Each task then checks what has changed."""
         awaited, self._awaited = self._awaited, {}
         for promise in awaited.values():
             promise.set()

@@ -1,4 +1,7 @@
-"""The greeting: the first message of each end of a stream, with the end's tag, capacity, type of items and name."""
+"""The greeting: the first message that each end of a stream sends to the other end.
+
+The greeting contains the sender's tag, the sender's capacity, the type of the items, and the name of the stream.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from aiocomms.lowlevel.versions import Dialect
 
 MAX_CAPACITY = 2**20
 MAX_NAME = 100
-"""The largest length of a stream's name, in bytes of UTF-8."""
+"""The maximum length of a stream's name, in bytes of UTF-8."""
 
 MAX_BYTES = 2**62
 _MAX_TEXT = 100
@@ -33,7 +36,7 @@ class Greeting(NamedTuple):
     capacity: int
     """The number of messages that this end can hold."""
     capacity_bytes: int
-    """The number of bytes that this end can hold; 0: any number."""
+    """The number of bytes that this end can hold. 0 means no limit."""
 
 
 def check(capacity: int, name: str, capacity_bytes: int | None) -> None:
@@ -56,12 +59,12 @@ def _check_count(argument: str, value: int, most: int, unit: str) -> None:
 
 
 def tag_of(name: str) -> int:
-    """Return the tag of the greetings of streams of this name."""
+    """Return the tag that all streams with this name use for their greetings."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little", signed=True)
 
 
 def greet(mine: Greeting, kind: Kind[Any], name: str) -> bytes:
-    """Return this end's greeting."""
+    """Encode this end's greeting."""
     encoded = name.encode()
     return _GREETING.pack(_STREAMS.head, *mine, kind.digest, kind.text.encode()[:_MAX_TEXT], len(encoded), encoded)
 
@@ -69,7 +72,7 @@ def greet(mine: Greeting, kind: Kind[Any], name: str) -> bytes:
 def understand(greeting: bytes, peer: int, kind: Kind[Any], name: str) -> Greeting:
     """Parse and check the other end's greeting.
 
-    :raises ProtocolError: the other end's stream has another name or other items, or speaks another protocol version.
+    :raises ProtocolError: the other end has a different name or type of items, or a different protocol version.
     """
     _STREAMS.check(greeting, f"rank {peer}", peer)
     _, *told, digest, text, length, theirs = _GREETING.unpack(greeting)

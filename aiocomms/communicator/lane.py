@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from aiocomms.communicator.communicator import Communicator
 
 LONGEST = 60
-"""The most characters of a key that errors and records show unchanged."""
+"""The maximum length, in characters, of a key that errors and records show unchanged."""
 
 
 class _Current(NamedTuple):
-    """The lane that a ``with`` block has made current, and the entry that was current before."""
+    """An entry for a ``with`` block: the lane that the block has made current, and the entry of the block around it."""
 
     lane: Lane
     before: _Current | None
@@ -43,7 +43,7 @@ CURRENT: ContextVar[_Current | None] = ContextVar("aiocomms lanes", default=None
 
 
 def current(core: Core) -> Lane | None:
-    """Return the current lane of a communicator in this task; None: there is none."""
+    """Return the current lane of a communicator in this task, or None if the task has no current lane."""
     found = CURRENT.get()
     while found is not None and found.lane._core is not core:
         found = found.before
@@ -92,7 +92,7 @@ class Lane(PointToPoint, Collectives, Objects):
 
     @property
     def timeout(self) -> float | None:
-        """The default deadline in seconds; None: no deadline.
+        """The default deadline in seconds; None means no deadline.
 
         This default is the communicator's timeout until :meth:`set_timeout` is called.
         """
@@ -106,24 +106,25 @@ class Lane(PointToPoint, Collectives, Objects):
     def set_timeout(self, timeout: arguments.Timeout) -> None:
         """Set the default deadline of operations on this view of the lane.
 
-        :param timeout: seconds; None: no deadline.
+        :param timeout: seconds; None means no deadline.
         :raises ArgumentError: the timeout is neither None nor a number of seconds above 0.
         """
         self._own = arguments.deadline("timeout", timeout)
 
     @property
     def closed(self) -> bool:
-        """True once this view was closed on this rank. Other views with the same key may still be open."""
+        """True after this view has been closed on this rank. Other views with the same key may still be open."""
         return self._closed
 
     def abort(self, reason: str | BaseException) -> None:
         """Abort the lane on every rank: its pending operations fail with :class:`LaneAbortedError`.
 
         Every later operation with the same key fails, too, on all views, so use another key. The communicator and its
-        other lanes stay usable. A pending operation ends when the transport no longer uses its tensors. Any thread may
-        call this. A later call does not change the reason. The call does nothing if the communicator is lost or closed.
+        other lanes stay usable. A pending operation ends when the transport no longer uses the operation's tensors. Any
+        thread may call this method. A later call does not change the reason. The call does nothing if the communicator
+        is lost or closed.
 
-        :param reason: the reason. The other ranks get it, too.
+        :param reason: the reason, which the errors on all ranks contain.
         """
         core, why = self._core, as_reason(reason)
         if get_ident() == core.thread:
@@ -177,7 +178,7 @@ class Lane(PointToPoint, Collectives, Objects):
         return number_of(self.key), str(self.key) if plain else arguments.short(self.key)
 
     def _begin(self) -> tuple[int, str]:
-        """Prepare the first op: listen for lanes that other ranks abort, and store this lane's number and key."""
+        """Prepare the first op: store this lane's number and key, and listen for other ranks' aborts of lanes."""
         core, names = self._core, self._names()
         if get_ident() == core.thread and not core.ledger.refusing:
             core.router.lane_aborts.listen()
@@ -185,7 +186,7 @@ class Lane(PointToPoint, Collectives, Objects):
         return names
 
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:
-        """Issue an op as a communicator does, except that the lane's collectives are not counted."""
+        """Issue an op as a communicator does, but give a collective no number."""
         comm, core = self._comm, self._core
         number, words = self._known or self._begin()
         try:
@@ -207,7 +208,7 @@ class Lane(PointToPoint, Collectives, Objects):
         return self._core.follow(work, self._seconds, look_after, index)
 
     def _adopted(self, work: LaneWork[Any], part: RunPart) -> None:
-        """Give the router a message that a shortcut has posted."""
+        """Give the router a message that native code has posted without the router."""
         self._core.router.adopt(work, part)
 
     def _asked(self, hints: Mapping[str, Any] | None, timeout: OpTimeout) -> float:
@@ -217,7 +218,7 @@ class Lane(PointToPoint, Collectives, Objects):
         return self._seconds if timeout is COMM_TIMEOUT else arguments.deadline("timeout", timeout)
 
     def _refused(self, op: Op) -> Exception:
-        """Return the error of an op that cannot be called now, or not on this thread."""
+        """Return the error for an op that cannot start now, or cannot start on this thread."""
         core = self._core
         if core.ledger.refusing or get_ident() != core.thread:
             return core.life.refusal() or core.refused(op)

@@ -32,7 +32,10 @@ _tags = itertools.count()
 
 
 class Parcel:
-    """An encoded object: its header, its encoding if too long for the header, and the values sent separately."""
+    """An encoded object: the header, the encoding, and the values that are sent separately.
+
+    If the encoding is small, the header contains it.
+    """
 
     __slots__ = ("_copied", "_device", "_items", "body", "header", "nbytes", "tag", "tensors")
 
@@ -72,7 +75,7 @@ class Parcel:
             torch.accelerator.synchronize(self._device)
 
     def prepared(self) -> Steps:
-        """Yield the step that calls :meth:`prepare`, if it is needed."""
+        """Yield the step that calls :meth:`prepare`, if the call is needed."""
         if self.late:
             yield [Offload(self.prepare)]
 
@@ -130,7 +133,7 @@ class ArrivingObject:
 
     @property
     def settle(self) -> Callable[[], None] | None:
-        """The blocking function to call when all messages have arrived; None: no call is needed."""
+        """The blocking function to call when all messages have arrived, or None if no call is needed."""
         return self._landing.settle if self._landing.unsettled else None
 
     def settled(self) -> Steps:
@@ -152,7 +155,7 @@ class ArrivingObject:
 
 
 def own_copy(parcel: Parcel, arrival: ArrivingObject) -> Steps:
-    """Deliver a copy of an object to the rank that sends it, because the program may change the original."""
+    """Copy an object that a rank sends to itself. A copy is needed because the program may change the original."""
     arrival.body = parcel.body
     into = arrival.unpack()
     if into and into[0].device.type == "cpu":

@@ -18,7 +18,7 @@ Given = TypeVar("Given", bound=TensorLike)
 
 
 class Reducing(Issuer):
-    """The part of :class:`aiocomms.communicator.collectives.Collectives` that combines values."""
+    """The methods of :class:`aiocomms.communicator.collectives.Collectives` that reduce the values of several ranks."""
 
     def all_reduce(
         self,
@@ -33,7 +33,7 @@ class Reducing(Issuer):
         :param tensor: the tensor to reduce, of the same shape and dtype on all ranks.
         :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
-        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
+        :param timeout: the op's deadline in seconds; None means no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
@@ -53,11 +53,11 @@ class Reducing(Issuer):
     ) -> Work[Given]:
         """Reduce every rank's tensor into the root's tensor; the other ranks' tensors do not change.
 
-        :param tensor: the tensor to reduce, of the same shape and dtype on all ranks; written on the root only.
+        :param tensor: the tensor to reduce, of the same shape and dtype on all ranks.
         :param root: the rank that gets the result.
         :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
-        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
+        :param timeout: the op's deadline in seconds; None means no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
@@ -74,14 +74,16 @@ class Reducing(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:
-        """Reduce in place the tensors of ranks 0 to this rank, inclusive, as MPI's ``Scan`` does.
+        """Replace each rank's tensor by the reduction of the tensors of ranks 0 to that rank, inclusive.
+
+        MPI's ``Scan`` does the same.
 
         On some transports a rank also waits for higher ranks.
 
         :param tensor: the tensor to reduce, of the same shape and dtype on all ranks.
         :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
-        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
+        :param timeout: the op's deadline in seconds; None means no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
@@ -98,7 +100,7 @@ class Reducing(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:
-        """Reduce in place the tensors of all lower ranks, as MPI's ``Exscan`` does.
+        """Replace each rank's tensor by the reduction of the tensors of all lower ranks, as MPI's ``Exscan`` does.
 
         On rank 0 the result is the operator's neutral element. (In MPI the result is undefined.) The neutral element is
         0 for SUM, PREMUL_SUM, BOR and BXOR, 1 for PRODUCT, and all bits set for BAND. For MIN it is the dtype's largest
@@ -108,7 +110,7 @@ class Reducing(Issuer):
         :param tensor: the tensor to reduce, of the same shape and dtype on all ranks.
         :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
-        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
+        :param timeout: the op's deadline in seconds; None means no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
@@ -126,13 +128,15 @@ class Reducing(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:
-        """Reduce every rank's list of tensors, and give rank ``r`` the result number ``r``. All shapes are equal.
+        """Reduce tensor ``r`` of every rank's list, and give the result to rank ``r``, for each ``r``.
+
+        All tensors have the same shape.
 
         :param output: the tensor to write: this rank's result. It may be ``inputs[rank]`` itself.
         :param inputs: one tensor per rank.
         :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
-        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
+        :param timeout: the op's deadline in seconds; None means no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
@@ -156,7 +160,7 @@ class Reducing(Issuer):
         :param inputs: one tensor per rank, of the shape of that rank's output.
         :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
-        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
+        :param timeout: the op's deadline in seconds; None means no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
@@ -180,7 +184,7 @@ class Reducing(Issuer):
         :param input: a tensor with ``size`` times the elements of ``output``.
         :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
-        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
+        :param timeout: the op's deadline in seconds; None means no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
@@ -191,7 +195,7 @@ class Reducing(Issuer):
 
 
 def _operator(comm: Issuer, name: str, op: object) -> ReduceOp:
-    """Parse the operator that a caller passed to the method ``name``, and that is no :class:`ReduceOp`."""
+    """Parse the operator that a caller passed to the method ``name``. The operator is not a :class:`ReduceOp` yet."""
     try:
         return ReduceOp.parse(op)
     except ArgumentError as error:

@@ -17,7 +17,7 @@ from aiocomms.transport import Capabilities
 
 
 class DoorOwner(Protocol):
-    """The owner of the loop that a door leads to: a communicator's core, or an endpoint."""
+    """The communicator's core or the endpoint that owns a :class:`Door`, and the event loop that serves the door."""
 
     name: str
     driver: LoopDriver
@@ -26,22 +26,25 @@ class DoorOwner(Protocol):
 
     @property
     def marks(self) -> CallerMarks | None:
-        """The marks of calls in the callers' CUDA streams; None: there are no streams."""
+        """The positions of the calls in the callers' CUDA streams, or None if the owner uses no CUDA streams."""
 
     @property
     def rank(self) -> int | None:
-        """This rank; None: there are no ranks."""
+        """This process's rank, or None if the owner is an endpoint, which has no rank."""
 
     @property
     def refusing(self) -> bool:
-        """True once the owner is lost or closed. Before a thread waits, it then checks whether its call can end."""
+        """True after the owner has been lost or closed.
+
+        If the value is True, a thread checks whether its call can still end before the thread waits.
+        """
 
     @property
     def closed(self) -> bool:
-        """True once the owner was closed."""
+        """True after the owner has been closed."""
 
     def refusal(self) -> CommError | None:
-        """Return the error of calls once the owner is lost or closed; None: calls may start."""
+        """Return the error for new calls if the owner is lost or closed. Return None if calls may start."""
 
     def worded(self, error: CommError, /) -> CommError:
         """See :attr:`aiocomms.progress.work.Owner.worded`."""
@@ -51,7 +54,7 @@ class DoorOwner(Protocol):
 
 
 class _LoopBell:
-    """The waker in a simulation. A simulated loop waits for no descriptor, so the waker makes it call a function."""
+    """The waker of a simulated loop. Such a loop waits for no descriptor, so the waker schedules a call on the loop."""
 
     def __init__(self, driver: LoopDriver, call: Callable[[], object]) -> None:
         self._driver, self._call = driver, call
@@ -76,7 +79,7 @@ class _LoopBell:
 
 
 class Door:
-    """A queue of calls from other threads. The loop's driver serves it as a transport, until :meth:`close`."""
+    """A queue of calls from other threads. The loop's driver polls the queue like a transport, until :meth:`close`."""
 
     capabilities: Capabilities = Capabilities(frozenset())
 
@@ -93,9 +96,9 @@ class Door:
             core.driver.call_threadsafe(self._attach)
 
     def put(self, call: Callable[..., object], *args: Any) -> None:
-        """Queue a call for the loop's thread, behind all earlier calls. Any thread may use this.
+        """Queue a call for the loop's thread, behind all earlier calls. Any thread may use this method.
 
-        Once the door is closed, the calling thread makes the call itself.
+        After the door has been closed, the calling thread runs all queued calls itself.
         """
         self._calls.append((call, args))
         if not self.closed:
@@ -105,16 +108,17 @@ class Door:
 
     @property
     def idle(self) -> bool:
-        """True if all queued calls have been made.
+        """True if the queue is empty and no call is running.
 
-        The queue is checked before the running call, because a call leaves the queue before it runs.
+        The queue must be checked first, because a call leaves the queue before the call runs.
         """
         return not self._calls and not self._serving
 
     def elsewhere(self, what: str) -> None:
         """Refuse a blocking call on the loop's own thread.
 
-        In a forked child this check does not apply, and the call gets the error of a closed communicator.
+        In a forked child this method does not refuse the call. There the call fails with the error of a closed
+        communicator.
 
         :raises RuntimeError: the caller is on the loop's own thread.
         """
@@ -125,13 +129,16 @@ class Door:
             )
 
     def nobody(self) -> CommError | None:
-        """Wake the loop, in case a wake-up was lost. Return the error if the loop makes no more calls, or None."""
+        """Wake the loop, in case an earlier wake-up was lost.
+
+        :returns: the error for new calls if the loop can run no more calls; otherwise None.
+        """
         if os.getpid() != self._process:
             return self.refusal()
         return None if self.core.driver.call_threadsafe(self.progress) else self.refusal()
 
     def refusal(self) -> CommError:
-        """Return the error of a call that was made after the owner's loss or close, or after the loop's end."""
+        """Return the error for a call after the owner has been lost or closed, or after the loop has ended."""
         error = self.core.refusal() or CommClosedError("the event loop of the communicator has ended")
         return self.core.worded(error.about(comm=self.core.name, rank=self.core.rank))
 
@@ -148,7 +155,7 @@ class Door:
         return self._waker.fileno()
 
     def progress(self) -> bool | None:
-        """Make the calls that are queued now. Later calls wait for the next turn, so that other tasks can run."""
+        """Run the calls that are queued now. Later calls wait for the loop's next iteration, so other tasks can run."""
         if not self.closed:
             self._waker.clear()
         calls, before = self._calls, self._serving
@@ -171,7 +178,10 @@ class Door:
         self.core.lose(error)
 
     def disown(self) -> None:
-        """Disown the door in a forked child. A thread that the child lacks may hold the waker's lock forever."""
+        """Mark the door as closed in a forked child, without using the waker.
+
+        The child has only the thread that forked. Another thread may have held the waker's lock at the fork.
+        """
         self.closed = True
 
     def close(self) -> None:
