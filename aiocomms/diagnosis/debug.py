@@ -30,7 +30,7 @@ def asked_for() -> bool:
 
 
 class Forgotten:
-    """The warning about a successful work whose result no code has requested.
+    """The warning about a work that has ended, but whose result no code has requested.
 
     The warning is a separate object, because the work itself may be in a reference cycle.
     """
@@ -44,7 +44,7 @@ class Forgotten:
         _watched.add(self)
 
     def report(self, warn: Callable[..., None] = warnings.warn_explicit) -> None:
-        """Warn if the work has succeeded."""
+        """Warn if the work has succeeded, or was pending when the communicator was closed."""
         if self.armed:
             self.armed = False
             warn(
@@ -75,7 +75,7 @@ else:
     _Started = object  # A struct can have only one base with fields.
 
 _said: dict[str | tuple[str, type[Warning], int], int] = {}
-"""The registry in which :mod:`warnings` notes earlier warnings, because by default it shows each warning once."""
+"""The registry in which :mod:`warnings` records earlier warnings. By default, ``warnings`` shows each warning once."""
 
 
 class DebugWork(_Started):
@@ -137,7 +137,10 @@ class WatchedWork(DebugWork, PlainWork[T_co]):
 
     place: SourceLine | None = None
     task: tuple[str, object] | None = None
-    """The name and the coroutine of the calling task, until the op has ended; None if a callback called the op."""
+    """The name and the coroutine of the task that called the op.
+
+    The value is None if a callback called the op, or if the op has ended.
+    """
     _forgotten: Forgotten | None = None
 
 
@@ -163,7 +166,7 @@ def _ended(coroutine: object) -> bool:
 
 
 def _used(op: Op, buffers: Buffers) -> Buffers:
-    """Return the parts of the buffers that an op uses. For ``put_v`` and ``get_v``, return only the listed runs."""
+    """Return the parts of the buffers that an op uses. For ``put_v`` and ``get_v``, these are only the listed runs."""
     if not isinstance(op, (PutV, GetV)):
         return buffers
     flats = [(name, tensor.view(-1)) for name, tensor in buffers]
@@ -171,7 +174,7 @@ def _used(op: Op, buffers: Buffers) -> Buffers:
 
 
 class Debugger:
-    """The checks of one communicator in debug mode at the start of each op."""
+    """The checks that a communicator in debug mode runs at the start of each op."""
 
     def __init__(self, in_flight: InFlight) -> None:
         self._in_flight = in_flight

@@ -1,8 +1,8 @@
 """The files of flight recorders, written at the loss of a communicator, on a signal, or on request.
 
-A file contains JSON lines: first a header, then the ops. Only its owner can read the file (mode 0600). A write never
-replaces an existing file, and never follows a link. A file has no contents of tensors, and the number of files is
-limited. A failed write is logged once, and affects no op.
+A file contains JSON lines: first a header, then the ops. Only the file's owner can read it (mode 0600). A write never
+replaces an existing file, and never follows a link. A file does not contain the values of tensors. The number of files
+is limited. A failed write is logged once, and affects no op.
 """
 
 from __future__ import annotations
@@ -28,13 +28,19 @@ from aiocomms.lowlevel.threads import start_awaited
 from aiocomms.progress.inflight import Flying
 
 PER_PROCESS, PER_FOLDER = 16, 256
-"""The most files of one process, and the most files in the default folder. A new file replaces the oldest file."""
+"""The maximum number of files of one process, and the maximum number of files in the default folder.
+
+If a new file would exceed a limit, the oldest file is deleted.
+"""
 LARGEST = 8 << 20
-"""The largest size of a file in bytes. A longer file leaves out the oldest ops."""
+"""The maximum size of a file, in bytes. If the ops do not fit, the file omits the oldest ops."""
 
 SUFFIX = ".aiocomms.jsonl"
 RECORDERS, RECORDS = "recorders", "records"
-"""The keys of recorders and records in a simulated process's state. They are written after a failed history."""
+"""The keys of the recorders and of the records in the state of a simulated process.
+
+After a simulated run has failed, the simulation writes the contents of these recorders and records to files.
+"""
 
 _log = logging.getLogger("aiocomms")
 _counter = itertools.count(1)
@@ -43,7 +49,10 @@ _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
 def register(recorder: Recorder) -> None:
-    """Add a recorder, which is then written on a signal. Install the signal handler if this was not possible before."""
+    """Add a recorder to those that a signal writes to files.
+
+    Install the signal handler if an earlier attempt could not install it.
+    """
     if clock.simulation is not None:
         clock.state().setdefault(RECORDERS, []).append(recorder)
         return
@@ -53,7 +62,10 @@ def register(recorder: Recorder) -> None:
 
 
 def dump_all(reason: str) -> list[Path]:
-    """Write the recorders of all open communicators of this process. Any thread or signal handler may call this."""
+    """Write the recorders of all open communicators of this process to files.
+
+    Any thread or signal handler may call this function.
+    """
     # This starts no thread: the start takes a lock that the code interrupted by the signal may hold.
     paths = [try_write(recorder.snapshot(reason)) for recorder in list(_recorders) if recorder.open]
     return [path for path in paths if path is not None]
@@ -131,10 +143,13 @@ def write(snapshot: Snapshot, folder: str | os.PathLike[str] | None = None) -> P
 
 
 class Record:
-    """The ops of a lost communicator: copied at the loss, and written to a file after its tasks have resumed."""
+    """The ops of a lost communicator. They are copied at the loss.
+
+    They are written to a file after the tasks that wait for the ops have resumed.
+    """
 
     def __init__(self, recorder: Recorder, flying: list[Flying], reason: str) -> None:
-        """Copy the ops. Any thread or signal handler may call this.
+        """Copy the ops. Any thread or signal handler may create the object.
 
         :param flying: the works that were pending at the loss.
         """
@@ -142,14 +157,14 @@ class Record:
         self._reason = reason
         self._look: Look | None = None
         self.shot: Snapshot | None = None
-        """The described ops, which a simulation needs after a failed history; otherwise None."""
+        """The result of :meth:`snapshot`, for a simulation whose run fails. Outside of a simulation, None."""
         if clock.simulation is not None:
             clock.state().setdefault(RECORDS, []).append(self)
         with self._complaining():
             self._look = recorder.look(flying)
 
     def snapshot(self) -> Snapshot | None:
-        """Describe the ops, once. Return None at every later call, or after a failure of the recorder (logged once).
+        """Describe the ops at the first call. Return None at every later call, or if the recorder fails (logged once).
 
         Afterwards this object no longer refers to works and tensors, so a slow write does not keep them alive.
         """
@@ -209,7 +224,10 @@ def _default() -> Path:
 
 
 def _prune(folder: Path, name: str, default: bool) -> None:
-    """Delete the oldest files before a new file. In a folder that the user chose, delete only this process's files."""
+    """Delete the oldest files, so that the number of files stays within the limits after one more file.
+
+    In a folder that the user has chosen, delete only files of this process.
+    """
     mine = f".{os.getpid()}-"
     known: list[tuple[float, Path]] = []
     for path in folder.glob(f"*{SUFFIX}"):

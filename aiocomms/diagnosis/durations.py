@@ -1,4 +1,4 @@
-"""Histograms of durations. One addition counts a duration, and any thread may read the counts."""
+"""Histograms of durations. Counting a duration takes one addition, and any thread may read the counts."""
 
 from __future__ import annotations
 

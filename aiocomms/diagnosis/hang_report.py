@@ -14,8 +14,8 @@ NO_ANSWER: Final = "not answer: dead, stopped or busy"
 def judge(late: Item, briefs: Mapping[int, Brief], silent: Iterable[int] = ()) -> str:
     """Describe the state of one op on each rank: "ranks 0, 1, 2 are in it (collective 41), rank 3 has finished ...".
 
-    :param late: the late op, as a rank that has called the op recorded it.
-    :param briefs: the report of each rank on its ops, by rank.
+    :param late: the late op. The record comes from a rank that has called the op.
+    :param briefs: each rank's report on the rank's own ops, by rank.
     :param silent: the ranks that did not report in time.
     """
     inside, done, rest = [], [], []
@@ -38,11 +38,12 @@ def judge(late: Item, briefs: Mapping[int, Brief], silent: Iterable[int] = ()) -
 
 
 def behind(late: Item, briefs: Mapping[int, Brief], silent: Collection[int], absent: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks that a collective waits for, according to the reports of the ranks.
+    """Return the missing ranks that delay a collective, according to the reports of all ranks.
 
-    A step of the collective may wait for a rank that has also called the collective. This rank may wait for a third
-    rank, which is the missing one.
+    A step of the collective may wait for rank A, although rank A has also called the collective. Rank A may itself wait
+    for rank B. Then only rank B is missing.
 
+    :param briefs: each rank's report on the rank's own ops, by rank.
     :param silent: the ranks that did not report in time.
     :param absent: the ranks that a step of the collective waits for.
     """
@@ -52,7 +53,10 @@ def behind(late: Item, briefs: Mapping[int, Brief], silent: Collection[int], abs
 
 
 def instead_of(late: Item, brief: Brief) -> str | None:
-    """Return what a rank does in place of an op: None if the rank is in the op, empty if it has finished the op."""
+    """Return, as text, what a rank does instead of an op.
+
+    :returns: None if the rank has called the op and waits in it. The text is empty if the rank has finished the op.
+    """
     if late.collective is not None:
         alike = (item for item in brief.pending if (item.collective, item.lane) == (late.collective, late.lane))
         here = next(alike, None)
@@ -64,7 +68,7 @@ def instead_of(late: Item, brief: Brief) -> str | None:
 
 
 def doing(brief: Brief) -> str:
-    """Return what a rank does: "has finished collective 40 (broadcast #57) and is in recv(src=1, tag=7)"."""
+    """Return, as text, what a rank does: "has finished collective 40 (broadcast #57) and is in recv(src=1, tag=7)"."""
     last = f" ({brief.last})" if brief.last else ""
     before = f"has finished collective {brief.ended}{last}" if brief.ended else "has finished no collective"
     if not brief.pending:

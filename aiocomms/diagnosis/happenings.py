@@ -1,4 +1,4 @@
-"""The events of a simulated world, in a file in the folder of its ranks' flight recorders."""
+"""The file with the events of a simulated world. The flight recorders of the world's ranks are in the same folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from aiocomms.diagnosis.recorder import Seconds
 
 FORMAT = "aiocomms simulation 1"
 DIED = "the rank has died"
-"""The reason in the flight recorder of a simulated rank that has died."""
+"""The text of the field ``reason`` in the flight recorder of a simulated rank that has died."""
 
 
 class WorldHeader(msgspec.Struct):
@@ -24,5 +24,5 @@ class Happening(msgspec.Struct):
     wall: Seconds
     """The time, in seconds since 1970."""
     rank: int | None
-    """The rank of the event; None if the event does not belong to one rank."""
+    """The rank to which the event belongs; None if the event does not belong to one rank."""
     what: str

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "aiocomms-live"
 TOLD: Final = 1024
-"""The most pending ops of a communicator that a client gets. These are the oldest ops."""
+"""The maximum number of pending ops per communicator that a client gets. The client gets the oldest ops."""
 PATIENCE: Final = 1.0
-"""Seconds within which a client must read each message."""
+"""The number of seconds within which a client must read each message."""
 _LATER: Final = 1.0
-"""Seconds until the next ``accept``, after an ``accept`` that found no free file descriptor."""
+"""The number of seconds until the next call of ``accept``, if ``accept`` fails for lack of a file descriptor."""
 _log = logging.getLogger("aiocomms")
 
 
@@ -43,7 +43,10 @@ class Sight(msgspec.Struct):
     """The state of one communicator on one rank."""
 
     header: Header
-    """The header. Its field ``reason`` gives the reason for the communicator's loss, and is empty without a loss."""
+    """The header. Its field ``reason`` gives the reason for the communicator's loss.
+
+    This field is empty if the communicator is not lost.
+    """
     meeting: str
     """A key that distinguishes communicators with the same name. All ranks of a communicator have the same key."""
     pending: list[Item]
@@ -61,13 +64,16 @@ def sight_of(snapshot: Snapshot, secret: bytes, statistics: Statistics) -> Sight
 
 
 class Leaving(NamedTuple):
-    """A thread that is about to end, and its socket."""
+    """The thread of a live view that is about to end, and the thread's socket."""
 
     listener: socket.socket
     stopped: _thread.LockType
 
     def finish(self) -> None:
-        """Wait for the thread, and close the socket. If a client reads, this takes up to :data:`PATIENCE` seconds."""
+        """Wait for the end of the thread, and close the socket.
+
+        While the thread sends data to a client, the wait takes up to :data:`PATIENCE` seconds.
+        """
         try:
             self.stopped.acquire(timeout=PATIENCE)
         finally:
@@ -82,7 +88,7 @@ class LiveView:
         os.register_at_fork(after_in_child=self._leave_to_parent)
 
     def reset(self) -> None:
-        """Return to the state without communicators, socket and thread."""
+        """Reset the object to its initial state: no communicators, no socket and no thread."""
         # The lock is reentrant: a finalizer that runs under it may close a communicator.
         self._lock = threading.RLock()
         self._comms: weakref.WeakSet[Communicator] = weakref.WeakSet()
@@ -91,7 +97,7 @@ class LiveView:
         self._stopping, self._stopped = threading.Event(), _thread.allocate_lock()
 
     def _leave_to_parent(self) -> None:
-        """Close the socket in a forked child, because an open socket would hide the parent's death."""
+        """Close the socket in a forked child. Otherwise a client could not notice the parent's death."""
         for inherited in (self._listener, self._guest):
             if inherited is not None:
                 inherited.close()
@@ -110,9 +116,10 @@ class LiveView:
                     _log.info("this process cannot be looked at by `aiocomms top`: %s", error)
 
     def unregister(self, comm: Communicator) -> Leaving | None:
-        """Stop showing a communicator. The socket and the thread end with the last communicator. Idempotent.
+        """Stop showing a communicator. If no communicator is left, end the thread. Idempotent.
 
-        :returns: the ending thread, for which the caller calls ``finish``; None if the thread continues.
+        :returns: the thread that is about to end, or None if no thread ends. The caller must call the method ``finish``
+            of this thread.
         """
         with self._lock:
             self._comms.discard(comm)

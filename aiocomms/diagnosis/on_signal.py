@@ -12,17 +12,17 @@ _listeners: list[Callable[[str], object]] = []
 
 
 def listen(call: Callable[[str], object]) -> None:
-    """Call a function with the signal's name each time the process gets one of the signals."""
+    """Register a function. The handler of each signal calls the function with the signal's name."""
     _listeners.append(call)
 
 
 def dump_on_signal(signum: int = signal.SIGUSR1) -> None:
-    """Write every communicator's flight recorder each time a signal arrives, and then call the previous handler.
+    """Install a handler for a signal: write every communicator's flight recorder, then call the previous handler.
 
     The handler runs on the main thread, even while the event loop there is blocked in Python code or waits in a system
     call.
 
-    :param signum: the signal.
+    :param signum: the number of the signal.
     :raises ValueError: this is not the main thread.
     """
     before = signal.getsignal(signum)
@@ -40,7 +40,7 @@ def dump_on_signal(signum: int = signal.SIGUSR1) -> None:
 
 
 def dump_if_asked() -> bool:
-    """Install the handler if the environment requests one and there is none.
+    """Install the handler if the environment requests a handler and no handler is installed.
 
     :returns: False if this is not the main thread, because only the main thread can install a handler.
     """

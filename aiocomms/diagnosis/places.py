@@ -29,7 +29,10 @@ def caller() -> SourceLine:
 
 
 def suspended(coroutine: Any) -> str:
-    """Return the innermost line outside this library in which a task is suspended; empty if there is none."""
+    """Return the innermost line outside this library in which a task is suspended.
+
+    Return an empty string if there is no such line.
+    """
     found = ""
     while coroutine is not None:
         frame = below = None

@@ -1,12 +1,15 @@
-"""The flight recorder: the last ops and the pending ops of a communicator, which are written to a file at its loss.
+"""The flight recorder of a communicator: the last ops and the pending ops.
 
-The recorder is always on. For an op that ends within its call, the recorder keeps two entries, the type and the time,
-and the op's integer arguments, but no tensor. To read a tensor's size takes as much time as everything else. So the
-recorder keeps sizes only for ops that did not end within their call. The communicator already has a list of its pending
-ops, and the recorder describes these in full on request.
+If the communicator is lost, the recorder's content is written to a file.
 
-Most of the cost is space in the processor's cache. The types and times of 512 ops fit into the first-level cache
-together with the program's data. Those of 2,048 ops do not fit. A tuple for each op would take twice the space.
+The recorder is always on. For an op that ends within its call, the recorder stores the op's type, the time of the op's
+end, and the op's integer arguments. The recorder stores no tensor. Reading a tensor's size would take as much time as
+all other work of the recorder. So the recorder stores sizes only for ops that did not end within their call. The
+communicator already has a list of its pending ops. On request, the recorder describes these pending ops in full.
+
+Most of the recorder's cost is space in the processor's cache. The types and times of 512 ops fit into the first-level
+cache together with the program's data. The types and times of 2,048 ops do not fit. A tuple for each op would take
+twice the space.
 """
 
 from __future__ import annotations
@@ -40,29 +43,39 @@ if TYPE_CHECKING:
 
 FORMAT = "aiocomms recorder 1"
 DEFAULT, MOST = 512, 65536
-"""The number of ops that a recorder keeps by default, and the largest possible number, which also limits the described
-pending ops."""
+"""The default and the maximum of the number of ops that a recorder stores.
+
+A recorder also describes at most ``MOST`` pending ops.
+"""
 SHOWN = 8
-"""The most pending ops, and the most tensors, in a short description."""
+"""The maximum number of pending ops in a short description. The same limit applies to an op's tensors."""
 LONGEST = 300
-"""The greatest length of a name, source line or message, in characters."""
+"""The maximum length of a name, source line or message, in characters."""
 UNMATCHED = "nothing matched"
 """The text of the error for a receive that was withdrawn at its deadline."""
 
 PLAN_LANE = "aiocomms.serving plan"
 """The beginning of the lane key of a service's plan; the plan's number follows."""
 _CHANNELS = {STREAM: "a stream", STREAM_DATA: "a stream"}
-"""The names of this library's own messages by channel. A communicator's ops use no other channels."""
+"""The names that reports use for this library's own messages, by channel.
+
+A communicator's ops use only these channels and ``USER``.
+"""
 _ARGUMENTS = ("src", "dst", "root", "rank", "tag", "channel")
 _log = logging.getLogger("aiocomms")
 
 
 Entry = type[Op] | tuple[Any, ...] | float
-"""An entry of the ring. The entry for the call of an op is the op's type. The entry for its end is the time or a
-:meth:`Recorder.row`."""
+"""An entry of the ring buffer. The call of an op adds the op's type as an entry.
+
+The end of an op adds another entry: the time of the end, or a tuple from :meth:`Recorder.row`.
+"""
 
 Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
-"""A time in a file or in an answer of another process. The bounds keep sums, and values in microseconds, finite."""
+"""A time in seconds, from a file or from another process.
+
+The bounds are checked so that sums of times, and times in microseconds, are always finite.
+"""
 
 
 class Item(msgspec.Struct, omit_defaults=True):
@@ -76,12 +89,15 @@ class Item(msgspec.Struct, omit_defaults=True):
     args: dict[str, int] = {}
     """The integer arguments of the op, such as peers and tag, by name."""
     collective: int | None = None
-    """The op's number among the collectives of its communicator, from 1, the same on all ranks. The number is 0 in a
-    lane. It is None if the op is not a collective, or the ring no longer has the entry of its call."""
+    """The op's number among the collectives of its communicator, counted from 1. All ranks use the same number.
+
+    A collective in a lane has the number 0. The number is None if the op is not a collective, or if the recorder has
+    already dropped the entry for the op's call.
+    """
     bytes: int | None = None
-    """The bytes of the op's tensor; None if the op ended within the call."""
+    """The size of the op's tensors, in bytes; None if it is unknown, for example if the op ended within its call."""
     posted: Seconds | None = None
-    """The time of the call; None if the op ended within the call."""
+    """The time of the op's call; None if the op ended within its call."""
     finished: Seconds | None = None
     tensors: list[str] = []
     """The names, dtypes and shapes of a pending op's tensors."""
@@ -89,12 +105,14 @@ class Item(msgspec.Struct, omit_defaults=True):
     task: str = ""
     """The name of the task that awaits the op."""
     where: str = ""
-    """The line of the program in which that task is suspended."""
+    """The line of the program in which the task that awaits the op is suspended."""
     lane: str = ""
     """The key of the op's lane, as text; empty if the op is in no lane."""
     of: str = ""
-    """The stream, service, plan or window that the op belongs to. A window is missing if the op ended within the
-    call."""
+    """The name of the stream, service, plan or window to which the op belongs.
+
+    The name of a window is missing if the op ended within its call.
+    """
     idle: bool = False
     """True if the op is a receive of this library for a message that may never come, and no task waits for it."""
 
@@ -112,7 +130,7 @@ class Item(msgspec.Struct, omit_defaults=True):
 
 
 def bare(words: str) -> str:
-    """Return the name alone from the text of a report: ``tokens`` from ``stream 'tokens'``."""
+    """Remove the kind and the quotes from a name in a report: return ``tokens`` for ``stream 'tokens'``."""
     return words.partition(" ")[2].strip("'\"")
 
 
@@ -123,9 +141,9 @@ class Brief(msgspec.Struct, omit_defaults=True):
     calls: int
     """The number of collectives that the rank has called."""
     ended: int
-    """The largest number for which this collective and all earlier collectives have ended; 0: none."""
+    """The largest number n for which the collectives 1 to n have all ended; 0 if there is none."""
     last: str = ""
-    """The name of the collective with the number ``ended``, if the recorder still has it."""
+    """The name of the collective with the number ``ended``. Empty if the recorder has already dropped this op."""
     pending: list[Item] = []
     """The oldest pending ops."""
     more: int = 0
@@ -148,7 +166,7 @@ class Header(msgspec.Struct):
     host: str
     pid: int
     wall: Seconds
-    """The wall clock and the monotonic clock at the time of the snapshot, in seconds."""
+    """The readings of the wall clock (``wall``) and the monotonic clock at the time of the snapshot, in seconds."""
     monotonic: Seconds
     reason: str
     verdict: str
@@ -162,7 +180,7 @@ class Snapshot(msgspec.Struct):
     finished: list[tuple[Any, ...]]
     pending: list[Item]
     streams: dict[Key, str]
-    """The names of streams, by the keys of their messages."""
+    """The names of streams. The dictionary maps the keys of messages to these names."""
 
     def items(self) -> list[Item]:
         """Return all ops, in the order of the calls."""
@@ -171,26 +189,29 @@ class Snapshot(msgspec.Struct):
 
 
 class PlanUnderWay(Protocol):
-    """A running plan of a service, for reports."""
+    """The part of a service's running plan that reports use."""
 
     @property
     def called(self) -> float:
-        """The time of the plan's call on rank 0, or of its arrival on another rank."""
+        """The time at which rank 0 called the plan; on another rank, the time at which the plan arrived there."""
 
 
 class Look(NamedTuple):
-    """A copy of all changing data of a recorder at one time. The copy is fast; its description is made later."""
+    """A copy of all changing data of a recorder at one time.
+
+    Making the copy is fast. :meth:`Recorder.describe` may use the copy later.
+    """
 
     flying: list[Flying]
     tasks: list[tuple[str, str]]
     """The task that awaits each pending work, and the line of the program in which that task is suspended."""
     entries: list[Entry]
     lanes: dict[int, str]
-    """The lanes of ops, by the ops' numbers."""
+    """The lanes of ops, by the ops' sequence numbers."""
     streams: list[dict[Key, str]]
-    """The names of streams, by the keys of their messages."""
+    """The names of streams. The dictionaries map the keys of messages to these names."""
     refused: set[int]
-    """The sequence numbers of collectives that did not start. These do not count as collectives of all ranks."""
+    """The sequence numbers of collectives that did not start. Such calls are not counted as collectives."""
     issued: int
     calls: int
     wall: float
@@ -203,9 +224,15 @@ def _arguments(cls: type[Op]) -> list[str]:
 
 
 PEERS: dict[type[Op], Callable[[Any], Any]] = {}
-"""Functions that return an op's integer arguments, by type of op; absent for types without such arguments."""
+"""A dictionary from a type of op to the function that returns an op's integer arguments.
+
+A type without integer arguments has no entry.
+"""
 _KEPT: dict[type[Op], Callable[[Any], Any]] = {}
-"""Functions that return an op's integer arguments, its window's name and its tensor's size, by type of op."""
+"""A dictionary from a type of op to the function that returns what the recorder stores of an op.
+
+These values are the op's integer arguments, the name of its window, and the size of its tensor in bytes.
+"""
 
 
 def _on_window(cls: type[Op]) -> bool:
@@ -229,20 +256,21 @@ def _nothing(op: Op) -> None:
 
 
 class Recorder:
-    """The ops of one communicator."""
+    """The flight recorder of one communicator."""
 
     def __init__(self, comm: Core, in_flight: InFlight, size: int) -> None:
         """Create an empty recorder.
 
-        :param size: the number of ops to keep.
+        :param size: the number of ops that the recorder stores.
         """
         self._comm = comm
         self._in_flight = in_flight
         self.size: int = size
         self.ring: Ring = comm.ledger.ring
-        """The entries of ops: the type at each call, and another entry at each end.
+        """The ring buffer of entries. The call of an op adds the op's type, and the end of the op adds a second entry.
 
-        The entry of an end is the time, or a :meth:`row` if the op was pending, has failed, or has integer arguments.
+        The second entry is the time of the end. If the op was pending, has failed, or has integer arguments, the second
+        entry is a tuple from :meth:`row` instead.
         """
         self.lanes: Ring = comm.ledger.lanes
         """The sequence number of each op in a lane, with the lane's key as text."""
@@ -250,7 +278,7 @@ class Recorder:
         """See :class:`Look`."""
         self.streams: StreamLedger = StreamLedger(self.size)
         self.windows: WeakSet[WindowInfo] = WeakSet()
-        """The windows that were opened, and not garbage-collected yet."""
+        """The windows that have been opened, and have not been garbage-collected yet."""
         self.window_numbers: Iterator[int] = count(1)
         self.plans: Mapping[int, PlanUnderWay] = {}
         """The plans that still run on this rank, if the communicator belongs to a service."""
@@ -264,9 +292,9 @@ class Recorder:
     def row(
         self, work: StartedWork[Any], posted: float | None = None, error: CommError | None = None
     ) -> tuple[Any, ...]:
-        """Return the row of an op that has ended or failed.
+        """Return the tuple that the ring buffer stores for an op that has ended or failed.
 
-        :param posted: the time since which the op was pending; None if the op ended within its call.
+        :param posted: the time at which the op began to be pending; None if the op ended within its call.
         """
         op = work.op
         cls = type(op)
@@ -280,7 +308,7 @@ class Recorder:
         return work.seq, cls, clock.now(), kept, text, posted
 
     def snapshot(self, reason: str) -> Snapshot:
-        """Return a description of all ops now. Any thread may call this, even while the loop is blocked."""
+        """Return a description of the current ops. Any thread may call this method, even while the loop is blocked."""
         return self.describe(self.look(self._in_flight.look()), reason)
 
     def number(self, seq: int) -> int | None:
@@ -289,9 +317,9 @@ class Recorder:
         return _numbers(look, _rows(look)[0]).get(seq)
 
     def look(self, flying: list[Flying]) -> Look:
-        """Copy all changing data. Thread-safe. The copy takes no lock, because a signal handler may call this.
+        """Copy all changing data. Thread-safe. A signal handler may call this method, so the copy takes no lock.
 
-        :param flying: the pending works. The task of a work that has just ended is still suspended.
+        :param flying: the pending works. A work may also have just ended, if its task is still suspended.
         """
         comm = self._comm
         while True:  # Other threads may call ops meanwhile.
@@ -330,9 +358,10 @@ class Recorder:
 
 
 def _rows(look: Look) -> tuple[dict[int, type[Op]], list[tuple[Any, ...]]]:
-    """Return the types of the last ops by sequence number, and :meth:`Recorder.row` of the ended ops.
+    """Return the types of the last ops by sequence number, and the tuples of :meth:`Recorder.row` for the ended ops.
 
-    Every call has a type entry. So this function gets the sequence numbers by counting back from the last call.
+    The ring buffer stores no sequence numbers of calls. But every call has one entry with a type, so this function
+    counts these entries back from the last call.
     """
     pending = {one.work.seq for one in look.flying}
     seq = look.issued - sum(isinstance(entry, type) for entry in look.entries)
@@ -351,7 +380,10 @@ def _rows(look: Look) -> tuple[dict[int, type[Op]], list[tuple[Any, ...]]]:
 
 
 def _numbers(look: Look, called: dict[int, type[Op]]) -> dict[int, int]:
-    """Return the collective number for each sequence number of a collective, counted back from the last call."""
+    """Return the number of each collective, by the collective's sequence number among all ops.
+
+    The numbers are counted back from the last call of a collective.
+    """
     seqs = {seq for seq, cls in called.items() if cls.family == "collectives"}
     seqs |= {one.work.seq for one in look.flying if one.work.op.family == "collectives"}
     lanes = look.lanes.keys() | {one.work.seq for one in look.flying if isinstance(one.work, LaneWork)}
@@ -360,7 +392,7 @@ def _numbers(look: Look, called: dict[int, type[Op]]) -> dict[int, int]:
 
 
 def _ended(look: Look, numbers: dict[int, int], finished: set[int]) -> int:
-    """Return the largest number for which this collective and all earlier collectives have ended."""
+    """Return the largest number n for which the collectives 1 to n have all ended."""
     return min((number - 1 for seq, number in numbers.items() if number and seq not in finished), default=look.calls)
 
 
@@ -374,7 +406,10 @@ def _brief(rank: int, look: Look, ended: int, pending: Sequence[Item], finished:
 
 @cache
 def _boot() -> str:
-    """Return the id of this host, whose monotonic clock gives the times; empty if unknown."""
+    """Return the id of this host, or an empty string if the id is unknown.
+
+    The monotonic clock of this host gives the times of the ops.
+    """
     try:
         return host_id()
     except OSError:  # There may be no free descriptor.
@@ -393,7 +428,7 @@ def capacity() -> int:
 
 
 def _item(flying: Flying, task: str, where: str, number: int | None, streams: dict[Key, str]) -> Item:
-    """Return the item of a pending op."""
+    """Return the :class:`Item` of a pending op."""
     work, posted, _, of = flying
     op = work.op
     args = _numbers_of(op)
@@ -450,9 +485,9 @@ def _of(op: str, args: dict[str, int], streams: dict[Key, str]) -> str:
 
 
 def _finished(row: tuple[Any, ...], streams: dict[Key, str]) -> Item:
-    """Return the item of an op that has ended.
+    """Return the :class:`Item` of an op that has ended.
 
-    :param row: the op's number among the collectives, its lane, and its :meth:`Recorder.row`.
+    :param row: the op's number among the collectives, the op's lane, and the tuple from :meth:`Recorder.row`.
     """
     number, lane, seq, cls, finished, kept, error, posted = row
     values = kept if isinstance(kept, tuple) else (kept,)

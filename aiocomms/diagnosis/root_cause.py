@@ -1,8 +1,8 @@
-"""Reports of a rank's fatal exception to torchrun, which then names the rank that failed first.
+"""Reports of a rank's fatal exception to torchrun, so that torchrun names the rank that failed first.
 
-torchrun assumes that the first failure is the cause. It compares the times in the ranks' error files. For a rank
-without a file, it uses the time at which it notices the end of the process. Among failures in the same second, torchrun
-chooses the lowest rank. When one process has ended, torchrun ends the other processes.
+torchrun assumes that the first failure is the cause. torchrun compares the times in the ranks' error files. For a rank
+without a file, torchrun uses the time at which it notices the end of the process. Among failures in the same second,
+torchrun chooses the lowest rank. When one process has ended, torchrun ends the other processes.
 
 A rank that fails only because of another rank often ends first, because the other rank still closes its resources. So a
 rank whose error names another rank reports a later time, and waits before it ends.
@@ -22,13 +22,15 @@ from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.failures import is_caused
 
 PATIENCE: Final = 2.0
-"""Seconds for which this rank waits for the end of the rank that its error names. Meanwhile torchrun may end this
-rank."""
+"""The number of seconds for which this rank waits before it ends, if its error names another rank.
+
+During this time the other rank can end first. torchrun may end this rank during the wait.
+"""
 _FILE: Final = "TORCHELASTIC_ERROR_FILE"
 
 
 def tell_torchrun() -> None:
-    """Report fatal exceptions of this process to torchrun from now on, if torchrun has started this process."""
+    """Report later fatal exceptions of this process to torchrun, if torchrun has started this process."""
     if _FILE in os.environ and sys.excepthook is not _told:
         global _before
         _before, sys.excepthook = sys.excepthook, _told
@@ -49,7 +51,7 @@ def _told(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def _write(path: str, error: BaseException, at: int, *, again: bool) -> None:
-    """Write an error file as torch does. Do not replace a file of torch's ``record``, unless ``again`` is true."""
+    """Write an error file as torch does. Replace a file of torch's ``record`` only if ``again`` is true."""
     lines = "".join(traceback.format_exception(error))
     extra = {"py_callstack": lines, "timestamp": str(at)}
     try:

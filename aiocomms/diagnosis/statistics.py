@@ -38,9 +38,9 @@ class WindowStatistics(msgspec.Struct, frozen=True):
     name: str
     """The name in reports: ``window 2``, or ``region 3`` for endpoints."""
     bytes: int
-    """The bytes of the window on this rank."""
+    """The size of the window on this rank, in bytes."""
     peer_bytes: int
-    """The sum of the bytes of the window on all other ranks."""
+    """The sum of the window's sizes on all other ranks, in bytes."""
 
 
 class Statistics(msgspec.Struct, frozen=True):
@@ -51,47 +51,61 @@ class Statistics(msgspec.Struct, frozen=True):
     """
 
     name: str
-    """The communicator's name, without the numbers that reconfigurations append to this name or to the parent's
-    name."""
+    """The communicator's name, without the numbers that reconfigurations append.
+
+    A reconfiguration may append a number to this communicator's name, or to the name of the communicator from which
+    this communicator was split.
+    """
     generation: int
-    """1, plus 1 for each reconfiguration that led to this communicator."""
+    """The number of reconfigurations that led to this communicator, plus 1."""
     transports: Mapping[str, str]
-    """The name of each family's transport, as in :attr:`Communicator.transports`."""
+    """The name of the transport for each family of operations, as in :attr:`Communicator.transports`."""
     issued: int
-    """The number of called ops."""
+    """The number of ops that this rank has called."""
     collectives: int
-    """The number of collectives called outside lanes. Ranks that have made the same calls have the same number."""
+    """The number of collectives called outside lanes. The number is equal on all ranks that have made the same calls.
+    """
     in_lanes: int
     """The number of ops called in lanes."""
     done: int
-    """Ops that have ended without an error."""
+    """The number of ops that have ended without an error."""
     failed: Sequence[Failures]
-    """Ops that have failed, also because the communicator was lost or closed, by reason; the most frequent first."""
+    """The numbers of failed ops, one for each reason; the most frequent reason is first.
+
+    Ops that failed because the communicator was lost or closed are included.
+    """
     withdrawn: int
-    """Receives, probes and waits for signals that were withdrawn before a match."""
+    """The number of receives, probes and waits for signals that were withdrawn before a match."""
     refused: int
-    """Ops that could not start. Their calls raised the error, and sent nothing."""
+    """The number of ops that could not start. The call of such an op raised the error, and sent nothing."""
     pending: int
-    """Pending ops, except the receives that ``standing`` counts."""
+    """The number of pending ops, without the receives that ``standing`` counts."""
     pending_bytes: int
-    """Bytes of the pending ops' tensors."""
+    """The total size of the pending ops' tensors, in bytes."""
     pending_lanes: int
-    """Lanes with pending ops."""
+    """The number of lanes with pending ops."""
     oldest: float | None
-    """Seconds since the call of the oldest op that ``pending`` counts; None if there is none."""
+    """The seconds since the call of the oldest pending op that ``pending`` counts; None if ``pending`` is 0."""
     silence: Mapping[int, float]
-    """Seconds since the last sign of life of each other rank. The heartbeat measures these times about once a second,
-    and only while ops are pending. The mapping is empty if no op was pending recently, or no transport has a
-    heartbeat."""
+    """The seconds since the last sign of life from each other rank, by rank.
+
+    The heartbeat measures these times about once a second, and only while ops are pending. The mapping is empty if no
+    op was pending recently, or if no transport has a heartbeat.
+    """
     shared_memory: int | None
-    """Bytes of memory that the transports share with other processes of this host; None if unknown."""
+    """The size of the memory that the transports share with other processes of this host, in bytes; None if unknown."""
     streams: Sequence[StreamStatistics] = ()
     """The streams that are open at this end."""
     standing: int = 0
-    """Pending receives of this library for messages that may never come, such as those of an idle stream."""
+    """The number of pending receives that this library itself has posted for messages that may never arrive.
+
+    For example, an idle stream has such a receive.
+    """
     plans: Mapping[int, float] = {}
-    """The seconds since the start of each plan that still runs on this rank, by the plan's number in its service. On
-    rank 0, these are the plans that still run on any rank."""
+    """The seconds since the start of each running plan, by the plan's number in its service.
+
+    A worker lists the plans that still run on this rank. Rank 0 lists the plans that still run on at least one rank.
+    """
     windows: Sequence[WindowStatistics] = ()
     """The open windows, in the order of their names."""
 

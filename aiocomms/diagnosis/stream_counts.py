@@ -1,8 +1,8 @@
-"""The counts of streams: names, items sent, received and queued, and the time for which tasks were blocked.
+"""The counts of streams: the numbers of sent, received and queued items, and the times for which tasks were blocked.
 
 A stream changes its own :class:`StreamCounts`. Statistics, exporters, ``aiocomms top`` and the flight recorder read
-these counts. The flight recorder also finds the stream of a message in these counts, so a message does not contain its
-stream's name.
+these counts. The flight recorder also looks up the name of a message's stream here, because a message does not contain
+this name.
 """
 
 from __future__ import annotations
@@ -18,35 +18,40 @@ from aiocomms.lowlevel.threads import copied
 from aiocomms.ops import STREAM, STREAM_DATA
 
 _PARTS = 4
-"""The number of tags of one end of a stream: for headers, for data, for credits, and one unused tag."""
+"""The number of tags that one end of a stream uses: one each for headers, data and credits, and one unused tag."""
 
 
 class StreamStatistics(msgspec.Struct, frozen=True):
-    """The statistics of one end of a stream, since both ends were opened."""
+    """The statistics of one end of a stream, from the time at which both ends were open."""
 
     name: str
-    """The ``name`` argument of ``open_stream``; empty if there was none."""
+    """The argument ``name`` of ``open_stream``; empty if the caller passed no name."""
     number: int
-    """The stream's number among the streams that this rank has opened on its communicator, from 1."""
+    """The stream's number among the streams that this rank has opened on the communicator, counted from 1."""
     peer: int
     """The rank at the other end."""
     seconds: float
-    """Seconds from the opening of both ends until now, or until the close of this end; 0 before both ends are open."""
+    """The seconds for which both ends have been open, until now or until this end was closed.
+
+    The value is 0 before both ends are open.
+    """
     sent: int
-    """Items whose transfer has begun. A transfer begins when the other end can queue the item."""
+    """The number of items whose transfer has begun. A transfer begins when the other end can queue the item."""
     received: int
-    """Items that ``receive`` has returned to the program."""
+    """The number of items that ``receive`` has returned to the program."""
     queued: int
-    """Items that have arrived, and that ``receive`` has not returned yet."""
+    """The number of items that have arrived, but that ``receive`` has not returned yet."""
     queued_bytes: int
-    """The bytes of the queued items."""
+    """The total size of the queued items, in bytes."""
     capacity: int
-    """The most items that this end queues."""
+    """The maximum number of items that this end queues."""
     send_blocked: float
-    """Seconds with at least one task suspended in ``send``, because the other end's queue is full or the transfer is
-    slow."""
+    """The seconds during which at least one task was suspended in ``send``.
+
+    A task is suspended if the other end's queue is full, or if the transfer is slow.
+    """
     receive_blocked: float
-    """Seconds with at least one task suspended in ``receive``."""
+    """The seconds during which at least one task was suspended in ``receive``."""
 
     @property
     def words(self) -> str:
@@ -57,7 +62,7 @@ class StreamStatistics(msgspec.Struct, frozen=True):
         """Return the share of time in which a pipeline stage waited to receive from this stream, or to send a result.
 
         :param after: the stream on which the stage sends its results for the items of this stream.
-        :returns: a number from 0 (the stage always worked) to 1; 0 for streams that are not open yet.
+        :returns: a number from 0 (the stage always worked) to 1. The number is 0 if neither stream is open yet.
         """
         seconds = max(self.seconds, after.seconds)
         return min(1.0, (self.receive_blocked + after.send_blocked) / seconds) if seconds else 0.0
@@ -69,7 +74,10 @@ def words(name: str, number: int) -> str:
 
 
 class Blocked:
-    """The seconds during which at least one task was suspended. One thread changes this object; any thread may read."""
+    """The seconds during which at least one task was suspended.
+
+    Only one thread changes the object. Any thread may read it.
+    """
 
     __slots__ = ("_sum", "_tasks")
 
@@ -92,7 +100,7 @@ class Blocked:
             self._sum += clock.now()
 
     def seconds(self, now: float) -> float:
-        """Return the total seconds until the time ``now``."""
+        """Return the total number of seconds. A suspension that has not ended counts until the time ``now``."""
         known = self._sum
         return known if known >= 0 else max(0.0, now + known)
 
@@ -103,12 +111,12 @@ class StreamCounts:
     def __init__(self, name: str, number: int, peer: int, capacity: int, queue: deque[tuple[Any, int]]) -> None:
         """Begin with all counts at 0.
 
-        :param queue: the stream's queue of arrived items, each with its size in bytes.
+        :param queue: the stream's queue of arrived items. An entry is an item and the item's size in bytes.
         """
         self.name, self.number, self.peer = name, number, peer
         self.words: str = words(name, number)
         self.names: dict[Key, str] = {}
-        """The stream's name as reports show it, by the keys of its messages."""
+        """A dictionary that maps each key of the stream's messages to the stream's name, as reports show it."""
         self.sent = self.received = 0
         self.sending: Blocked = Blocked()
         self.receiving: Blocked = Blocked()
@@ -151,11 +159,14 @@ class StreamCounts:
 
 
 Key = tuple[str, int, int, int]
-"""The key of a stream's messages: ``send`` or ``recv``, the other rank, channel and tag."""
+"""The key of a stream's messages: a tuple of ``send`` or ``recv``, the other rank, the channel, and a tag's number."""
 
 
 def key_of(op: str, peer: int, tag: int, channel: int) -> Key:
-    """Return the key of a message. After the first message, all tags of one end of a stream have the same key."""
+    """Return the key of a message. All messages with the tags of one end of a stream have the same key.
+
+    Only the first message of each end has a different key.
+    """
     return op, peer, channel, tag if channel == STREAM else tag // _PARTS
 
 
@@ -165,17 +176,18 @@ class StreamLedger:
     def __init__(self, kept: int) -> None:
         """Create an empty ledger.
 
-        :param kept: the number of closed streams to keep. As many as recorded ops are enough.
+        :param kept: the number of closed streams whose names the ledger keeps. The number of ops that the flight
+            recorder stores is enough.
         """
         self._open: WeakValueDictionary[int, StreamCounts] = WeakValueDictionary()
         self._closed: deque[dict[Key, str]] = deque(maxlen=kept)
 
     def add(self, counts: StreamCounts) -> None:
-        """Add a stream. The ledger keeps the stream until it is closed or garbage-collected."""
+        """Add a stream. The ledger lists the stream until the stream is closed or garbage-collected."""
         self._open[counts.number] = counts
 
     def close(self, counts: StreamCounts) -> None:
-        """Drop a closed stream, but keep the names of its messages. Idempotent."""
+        """Remove a closed stream from the ledger, but keep its name and the keys of its messages. Idempotent."""
         counts.close()
         if self._open.pop(counts.number, None) is not None:
             self._closed.append(counts.names)
@@ -185,5 +197,8 @@ class StreamLedger:
         return [counts.statistics() for counts in copied(self._open.values())]
 
     def names(self) -> list[dict[Key, str]]:
-        """Return the names of streams, by the keys of their messages. Any thread or signal handler may call this."""
+        """Return dictionaries from the keys of messages to the names of streams.
+
+        Any thread or signal handler may call this method.
+        """
         return [*copied(self._closed), *(counts.names for counts in copied(self._open.values()))]
