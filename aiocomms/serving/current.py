@@ -23,9 +23,9 @@ class CurrentComm(PointToPoint, Collectives, Objects):
     """The current communicator of a service.
 
     The layers of a model can store this object, because the object stays valid when a recovery forms a new
-    communicator. The attribute ``current`` is the communicator itself, which also has the methods that this class
-    lacks. Windows and streams belong to one communicator. Open them on ``current``, and open them again after each
-    recovery.
+    communicator. The attribute ``current`` is the communicator itself. It also has the methods that this class lacks.
+    A window or a stream belongs to one communicator. Open windows and streams on ``current``, and open them again after
+    each recovery.
     """
 
     current: Communicator
@@ -47,7 +47,10 @@ class CurrentComm(PointToPoint, Collectives, Objects):
         return self.current.lane(key)
 
     def portal(self) -> Portal:
-        """Return the portal for other threads. Call this for each plan: a recovery replaces the communicator."""
+        """Return the portal for other threads.
+
+        Call this method for each plan, because a recovery replaces the communicator.
+        """
         return self.current.portal()
 
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:

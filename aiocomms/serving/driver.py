@@ -33,15 +33,19 @@ from aiocomms.serving.watch import Watch
 
 T = TypeVar("T")
 ATTEMPTS: Final = 3
-"""The most attempts of a plan with ``retry``. There is a limit, because the plan itself may kill ranks."""
+"""The maximum number of attempts for a plan with ``retry``. There is a limit, because the plan itself may kill ranks.
+"""
 GRACE: Final = 1.0
-"""Seconds that the driver waits before it releases a worker. The same signal may also end rank 0 in this time."""
+"""The number of seconds for which the driver waits before it releases a worker that asks to leave.
+
+During this time, the signal that made the worker ask may also reach rank 0, and end rank 0.
+"""
 _SHOWN: Final = 8
 _log = logging.getLogger("aiocomms")
 
 
 class _TimeLimit(NamedTuple):
-    """The time limit of a plan: its length in seconds, and the time of the loop's clock at which it ends."""
+    """The time limit of a plan: the limit in seconds, and the loop's time at which the limit is reached."""
 
     seconds: float
     ends: float
@@ -52,7 +56,7 @@ class _TimeLimit(NamedTuple):
         return cls(seconds, anyio.current_time() + seconds)
 
     async def wait(self, call: Callable[[], Awaitable[T]]) -> tuple[T] | None:
-        """Await a call until the limit; return None if the call has not ended by then."""
+        """Await a call. Cancel the call and return None if the call has not ended when the limit is reached."""
         if self.ends == math.inf:  # A scope costs some microseconds.
             return (await call(),)
         with anyio.CancelScope(deadline=self.ends):
@@ -64,14 +68,19 @@ class DriverState(NamedTuple):
     """The state of a driver, for health probes."""
 
     doing: Literal["serves", "recovers", "ends", "ended"]
-    """``serves``: the driver accepts plans. ``recovers``: it accepts plans after the current recovery. ``ends``: it
-    only finishes accepted plans. ``ended``: it runs no plans any more."""
+    """The current activity of the driver.
+
+    * ``serves``: the driver accepts plans.
+    * ``recovers``: the driver will accept plans after the current recovery.
+    * ``ends``: the driver finishes the accepted plans, and accepts no new plans.
+    * ``ended``: the driver runs no plans any more.
+    """
     reason: Exception | None
-    """The reason for the recovery or the end."""
+    """The reason for the recovery or the end; None in the states ``serves`` and ``ends``."""
 
 
 class Driver(Worker):
-    """The part of a service on rank 0, which sends plans to all ranks. :meth:`Service.drive` creates it."""
+    """The part of a service that runs on rank 0 and sends plans to all ranks. :meth:`Service.drive` creates it."""
 
     _drives = True
     _draining = False
@@ -94,7 +103,10 @@ class Driver(Worker):
 
     @property
     def failure(self) -> CommError | None:
-        """The reason for the loss of the communicator, until the ranks have recovered; None if it is not lost."""
+        """The reason for the loss of the communicator; None if the current communicator is not lost.
+
+        After a recovery, the value is None again.
+        """
         failure = self._comm._core.life.failure
         return None if failure is None else failure.error
 
@@ -112,22 +124,22 @@ class Driver(Worker):
     ) -> Any:
         """Run a plan on every rank, in a separate lane, at the same time as other plans.
 
-        Any task may call this. The collectives, messages and objects of a plan match only those of the same plan. A
-        cancelled caller resumes at once, and the driver cancels the plan on every rank: the current ``await`` in
-        ``execute`` raises ``CancelledError``.
+        Any task may call this method. The collectives, messages and objects of a plan match only those of the same
+        plan. If the caller is cancelled, the call ends at once, and the driver cancels the plan on every rank: the
+        current ``await`` in ``execute`` raises ``CancelledError``.
 
         :param plan: an object that :meth:`Communicator.send_object` accepts. Do not change its tensors until the plan
             has ended.
         :param priority: the priority among the waiting plans. The plan with the lowest value begins first. Plans with
             equal values begin in the order of the calls.
-        :param timeout: seconds from the call to the end of the plan; None: no limit.
+        :param timeout: seconds from the call to the end of the plan; None means no limit.
         :param retry: whether the plan may run more than once. If a rank is lost, the plan then runs again after the
             recovery, up to three times in total. A call during a recovery waits for the end of the recovery.
         :returns: the result of ``execute`` on this rank, once the plan has ended on all ranks. If ``execute`` is an
             async generator function, the result is the list of the yielded items.
         :raises WorkerError: ``execute`` failed on another rank, and the plan was cancelled on all ranks. If ``execute``
-            fails on this rank, ``run`` raises an :class:`Exception` unchanged. In place of any other exception, such
-            as a ``CancelledError``, ``run`` raises this error.
+            raises an :class:`Exception` on this rank, ``run`` raises the same exception. If ``execute`` raises any
+            other exception on this rank, such as a ``CancelledError``, ``run`` raises a ``WorkerError``.
         :raises PlanLostError: a rank was lost during the call, or a lost rank is not replaced yet.
         :raises PlanTimeoutError: the plan did not end in time, and was cancelled on all ranks.
         :raises ServiceBusyError: too many plans already wait.
@@ -156,7 +168,9 @@ class Driver(Worker):
             return await self._run(plan, 0, _TimeLimit.of(None), in_order=True)
 
     def stream(self, plan: Any, *, priority: float = 0, timeout: arguments.Timeout = None) -> AsyncGenerator[Any]:
-        """Run a plan whose ``execute`` is an async generator function, and yield the items that it yields on this rank.
+        """Run a plan whose ``execute`` is an async generator function.
+
+        The returned iterator yields the items that ``execute`` yields on this rank, rank 0.
 
         After each item, the plan waits until the caller takes the item, for at most half of the communicator's
         deadline. During this wait, the other ranks wait in their next operation. The driver ignores the items of other
@@ -310,7 +324,7 @@ class Driver(Worker):
     # ------------------------------------------------------------------------------------------- life of the service
 
     async def _serve(self) -> None:
-        """Run plans as every rank does. After an error, raise it in the waiting tasks, and send it to the workers."""
+        """Run plans as every rank does. If this fails, send the error to the waiting tasks and to the workers."""
         try:
             await super()._serve()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The part of a service on every rank, which runs plans. After each recovery, it continues on the new communicator.
+"""The part of a service that runs plans on every rank. After each recovery, this part uses the new communicator.
 
 Rank 0 and the workers exchange these messages in a separate lane. Rank 0 sends:
 
@@ -49,14 +49,17 @@ from aiocomms.serving.current import CurrentComm
 from aiocomms.serving.watch import Carrier, PlanStart, Watch
 
 Execute = Callable[[Any], Awaitable[Any] | AsyncGenerator[Any]]
-"""A function that runs a plan on one rank. Its result on rank 0, or the items that it yields there, are the plan's
-result."""
+"""A function that runs a plan on one rank.
+
+The plan's result is the function's result on rank 0, or the list of the items that the function yields on rank 0.
+"""
 Take = Callable[[Any], Awaitable[object]]
-"""A function that is called with each item that a plan yields on rank 0."""
+"""A function that the driver calls for each item that a plan yields on rank 0. The item is the argument."""
 Recover = Callable[[Communicator], Awaitable[Communicator]]
 """A function that takes a lost communicator, and returns the communicator that replaces it."""
 LEAVES: Final = -1
-"""The number, in place of a plan's number, of a worker's request to leave and of rank 0's permission."""
+"""The number that marks a worker's request to leave, and rank 0's permission. Other messages contain a plan's number.
+"""
 SERVICE_LANE = "aiocomms.serving"
 _log = logging.getLogger("aiocomms")
 
@@ -97,10 +100,10 @@ class Plan:
         self.answered: anyio.Event | None = None  # The event that all ranks have answered a request.
 
     async def run(self, execute: Execute, what: Any, before: Plan | None) -> BaseException | None:
-        """Wait for the end of the plan ``before``, and run this plan.
+        """Wait until the plan ``before`` has ended, and then run this plan.
 
-        :returns: the exception that this plan has raised; None if the plan succeeded, or if another rank has cancelled
-            it.
+        :returns: the exception that this plan has raised, or None. The value is None if this plan succeeded, or if
+            another rank has cancelled this plan.
         """
         try:
             with self._scope:
@@ -171,9 +174,11 @@ class Plan:
         return self._lane is None
 
     def in_step(self, there: bool = True) -> bool:
-        """Return whether a failure of the plan leaves no op unmatched: the plan has a lane, or has called no op.
+        """Return whether all ranks still agree on the order of ops if the plan fails.
 
-        :param there: the return value of the same method on another rank, which has ended the plan.
+        They agree if the plan has a lane, if the plan has ended on this rank, or if the plan has called no op yet.
+
+        :param there: the value that this method has returned on another rank, on which the plan has ended.
         """
         here = self._lane is not None or self.ended.is_set() or self._begun in (None, self._called())
         self._in_step &= here and there
@@ -205,8 +210,8 @@ class Worker(Handle):
     async def _serve(self) -> None:
         """Run plans until the service ends. After each recovery, continue on the new communicator.
 
-        :raises CommError: the communicator was lost, and there is no ``recover`` or no driver; or ``recover`` raised
-            this error.
+        :raises CommError: the communicator was lost, and the service has no ``recover`` or no driver. The error may
+            also come from ``recover``.
         """
         while True:
             failure: CommError | None = None
@@ -235,7 +240,7 @@ class Worker(Handle):
             self._watch.follow(self._current.current)
 
     def _opened(self) -> None:
-        """Record that the service has a communicator again."""
+        """Record that the service has a communicator, at the start or after a recovery."""
         self._turn.set()
         self._turn = anyio.Event()
 
@@ -251,7 +256,7 @@ class Worker(Handle):
             self._tell([0], LEAVES)
 
     async def _recovered(self, comm: Communicator, recover: Recover) -> Communicator | None:
-        """Call the program's ``recover`` in a separate task, to distinguish a cancellation from its errors.
+        """Call the program's ``recover`` in a separate task, so that a cancellation differs from errors of ``recover``.
 
         :returns: the next communicator, or None if this rank leaves.
         """
@@ -297,7 +302,7 @@ class Worker(Handle):
         return work
 
     def _tell(self, ranks: Iterable[int], *message: Any) -> None:
-        """Send a message to ranks. Ignore the loss of a rank: the pending receive from the rank reports the loss."""
+        """Send a message to ranks. Ignore the loss of a rank, because the pending receive from that rank reports it."""
         for rank in ranks:
             with contextlib.suppress(CommAbortedError, PeerDiedError):
                 self._comm.lane(SERVICE_LANE).send_object(message, rank).add_done_callback(Work.exception)

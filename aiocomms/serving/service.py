@@ -27,12 +27,13 @@ from aiocomms.serving.watch import CarrierHook, CommHook, PlanHook, Watch
 class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
     """One rank of a service: rank 0 is the driver, and every other rank is a worker.
 
-    ``async with`` closes the communicator at the end.
+    The end of an ``async with`` block closes the communicator.
 
-    :param comm: the communicator of all ranks, which belongs to the service from now on.
-    :param recover: an async function, which the service calls on every remaining rank with the lost communicator. The
-        function returns the new communicator, as ``lambda lost: lost.reconfigure(size=lost.size)`` does. The function
-        can also load the part of a model that this rank now has. None: the loss of a communicator ends the service.
+    :param comm: the communicator of all ranks. The service takes ownership of the communicator.
+    :param recover: an async function. If the communicator is lost, the service calls the function on every remaining
+        rank, with the lost communicator. The function returns the new communicator, as
+        ``lambda lost: lost.reconfigure(size=lost.size)`` does. The function can also load the part of a model that this
+        rank runs after the recovery. If ``recover`` is None, the loss of the communicator ends the service.
     """
 
     def __init__(self, comm: Communicator, recover: Recover | None = None) -> None:
@@ -62,19 +63,22 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
     async def drive(
         self, execute: Execute, max_running: int | None = None, max_waiting: int | None = None
     ) -> AsyncIterator[Driver]:
-        """Run the driver on rank 0 within the block. The block's end waits for accepted plans, and ends the workers.
+        """Run the driver on rank 0 within an ``async with`` block.
+
+        At its end, the block waits for the accepted plans, and then ends the workers.
 
         If ``aiocomms run`` replaces rank 0 and the service has a ``recover``, the workers continue with the new
         process.
 
-        If the block raises an exception or is cancelled, its end does not wait for plans, and tells the workers
-        nothing. Then the end of the service's own ``async with`` block notifies the ranks and waits for them.
+        If the block raises an exception or is cancelled, the block does not wait for plans, and does not end the
+        workers. Then the end of the service's own ``async with`` block notifies the other ranks and waits for them.
 
         :param execute: an async function, or an async generator function, that runs a plan on this rank. The other
             ranks pass their functions to :meth:`work`.
-        :param max_running: the number of plans that may run at once, at least 1. Further plans wait. None: no limit.
+        :param max_running: the number of plans that may run at once, at least 1. Further plans wait. None means no
+            limit.
         :param max_waiting: the number of plans that may wait, at least 0. Further calls raise
-            :class:`~aiocomms.errors.ServiceBusyError`. None: no limit.
+            :class:`~aiocomms.errors.ServiceBusyError`. None means no limit.
         :raises ArgumentError: this rank is not rank 0, or a number is out of range.
         """
         most = _most("max_running", max_running, 1), _most("max_waiting", max_waiting, 0)
@@ -98,7 +102,7 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
             raise failure
 
     async def work(self, execute: Execute) -> None:
-        """Run plans on a rank above 0 until the driver ends. No deadline applies while no plan comes.
+        """Run plans on a rank above 0 until the driver ends. The wait for the next plan has no deadline.
 
         During a call on the main thread, SIGINT and SIGTERM do not end this process. Rank 0 also gets these signals,
         and ends the workers after its plans have ended. If rank 0 dies, the workers' communicator is lost. If the
@@ -120,12 +124,12 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
             self._worker = None
 
     def leave(self) -> None:
-        """Let another process replace this worker, without the failure of a plan. :meth:`work` then returns.
+        """Leave the service, so that another process can replace this worker. No plan fails. :meth:`work` then returns.
 
         Rank 0 waits for 1 s. Then rank 0 begins no new plans, and releases this rank when the running plans have ended.
-        The end of the service closes the communicator on this rank. The other ranks call ``recover`` together with the
-        new process, and run the waiting plans. If rank 0 also got SIGTERM, rank 0 ends all ranks after its plans have
-        ended.
+        The end of the service's ``async with`` block on this rank closes the communicator. The other ranks call
+        ``recover`` together with the new process, and run the waiting plans. If rank 0 also got SIGTERM, rank 0 ends
+        all ranks after the driver's plans have ended.
 
         ``aiocomms run`` starts the new process after this process has ended. If this process does not end within the
         grace time, ``aiocomms run`` kills it.
@@ -173,7 +177,7 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
         return hook
 
     def register_carrier_hook(self, fn: CarrierHook) -> Hook:
-        """Call ``fn(carrier)`` on rank 0 for each plan, in its caller's task.
+        """Call ``fn(carrier)`` on rank 0 for each plan, in the task that calls the plan.
 
         The carrier is a dict, to which ``fn`` adds strings. Rank 0 sends the carrier with the plan to the plan hooks of
         every rank. If ``fn`` raises, the call of the plan raises the same exception.
@@ -184,7 +188,7 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
         return self._watch.carrier_hooks.register(fn)
 
     def register_plan_hook(self, fn: PlanHook) -> Hook:
-        """Run each plan on this rank within the context manager that ``fn(start)`` returns, in the plan's task.
+        """Call ``fn(start)`` in each plan's task on this rank, and run the plan within the returned context manager.
 
         If ``fn`` or the context manager raises, the plan fails. ``start`` is a :class:`~aiocomms.serving.PlanStart`
         with ``number``, ``comm``, ``waited`` (seconds) and ``carrier``.

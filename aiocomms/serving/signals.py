@@ -1,7 +1,8 @@
-"""SIGINT and SIGTERM on the main threads of a service's ranks. Rank 0's program handles them, and the workers wait.
+"""SIGINT and SIGTERM on the main threads of a service's ranks.
 
-A signal to all ranks ends the job. SIGTERM to only one worker replaces this worker. ``aiocomms run`` tells the process
-beforehand which of the two it wants.
+Rank 0's program handles the signals, and the workers wait until rank 0 ends them. A signal to all ranks ends the job.
+If only one worker gets SIGTERM, another process replaces this worker. Before the signal, ``aiocomms run`` announces to
+the process which of these two cases applies.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def _mine() -> bool:
 
 @contextlib.contextmanager
 def held(worker: Worker) -> Iterator[None]:
-    """Within the block, ignore SIGINT, and let the worker leave on SIGTERM. Do not handle signals that are ignored."""
+    """Handle signals within the block: ignore SIGINT, and let the worker leave on SIGTERM.
+
+    If the process already ignores one of the signals with SIG_IGN, this function does not change its handler.
+    """
     before = {}
     if _mine() and signal.getsignal(signal.SIGINT) is not _take:
         taken = [number for number in _TAKEN if signal.getsignal(number) is not signal.SIG_IGN]
@@ -47,7 +51,7 @@ def held(worker: Worker) -> Iterator[None]:
 
 
 def _take(number: int, frame: object) -> None:
-    """Handle a signal. Unlike SIG_IGN, child processes do not inherit this handler."""
+    """Handle a signal. Child processes do not inherit this handler. They would inherit SIG_IGN."""
     if number != signal.SIGTERM:
         return
     leaving = [worker for worker in _workers if worker._recover is not None]
@@ -60,9 +64,10 @@ def _take(number: int, frame: object) -> None:
 
 @contextlib.contextmanager
 def noted(driver: Driver) -> Iterator[None]:
-    """Within the block, notify the driver of a SIGTERM that the program itself handles, for example with uvicorn.
+    """Notify the driver if a SIGTERM arrives within the block. The program's own handler, such as uvicorn's, also runs.
 
-    The driver then does not release the workers, which also got the signal, before it has finished its plans.
+    The workers also got the signal, and ask to leave. After the notification, the driver does not release any worker
+    before the driver has finished its plans.
     """
     before = signal.getsignal(signal.SIGTERM) if _mine() and driver._recover is not None else None
     if not callable(before) or before is _take:  # Otherwise SIGTERM ends this process, or a worker in it leaves.

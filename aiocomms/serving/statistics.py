@@ -1,4 +1,4 @@
-"""The statistics of a service: counts of its plans, also from before recoveries. Any thread may read them."""
+"""The statistics of a service: counts of plans. A recovery does not reset the counts. Any thread may read them."""
 
 from __future__ import annotations
 
@@ -31,28 +31,40 @@ class ServiceStatistics(msgspec.Struct, frozen=True):
     """The communicator's name before any reconfiguration."""
     rank: int
     done: int
-    """Plans that have ended without an error."""
+    """The number of plans that have ended without an error."""
     failed: Sequence[PlanFailures]
-    """Plans that have failed, by the class of the error; the most frequent first."""
+    """The numbers of failed plans, one for each class of error; the most frequent class is first."""
     cancelled: int
-    """Plans whose caller was cancelled; on a worker, the plans that rank 0 has cancelled for any reason."""
+    """The number of cancelled plans.
+
+    Rank 0 counts the plans whose caller was cancelled. A worker counts the plans that rank 0 has cancelled for any
+    reason.
+    """
     refused: int
-    """Calls that raised a :class:`~aiocomms.errors.ServiceBusyError`; 0 on workers."""
+    """The number of calls that raised a :class:`~aiocomms.errors.ServiceBusyError`; 0 on workers."""
     running: int
-    """Running plans, including in-order plans that wait for an earlier one. On rank 0 also plans that still run on
-    other ranks."""
+    """The number of running plans, including in-order plans that wait for an earlier in-order plan.
+
+    Rank 0 also counts the plans that have ended on rank 0 but still run on other ranks.
+    """
     waiting: int
-    """Plans that wait on rank 0 until they may begin; 0 on workers."""
+    """The number of plans that wait on rank 0 until they may begin; 0 on workers."""
     oldest: float | None
-    """Seconds since the start of the oldest running plan; None if no plan runs."""
+    """The seconds since the start of the oldest running plan; None if no plan runs."""
     recoveries: int
     """The number of communicators that have replaced a lost communicator."""
     took: Durations
-    """Durations of successful plans in seconds. On rank 0, a duration lasts from the call to the end on all ranks. On a
-    worker, it lasts from the plan's arrival to the plan's end on this worker."""
+    """The durations of successful plans, in seconds.
+
+    On rank 0, a duration is the time from the plan's call to the plan's end on all ranks. On a worker, a duration is
+    the time from the plan's arrival to the plan's end on this worker.
+    """
     waited: Durations
-    """Seconds from a plan's call (on a worker: its arrival) until the call of ``execute`` on this rank. Each attempt of
-    a plan counts separately."""
+    """The times for which plans waited before ``execute`` was called on this rank, in seconds.
+
+    Such a time begins with the plan's call on rank 0, and with the plan's arrival on a worker. Each attempt of a plan
+    counts separately.
+    """
 
 
 class Counts:
@@ -81,7 +93,7 @@ class Counts:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Count a call of a method of the driver. The outcome of the block decides which count grows."""
+        """Count a call of a driver's method. The outcome of the ``with`` block decides which counter is incremented."""
         called = clock.now()
         try:
             yield
@@ -96,7 +108,7 @@ class Counts:
 
     @contextmanager
     def wait(self) -> Iterator[None]:
-        """Count a plan as waiting until the block ends."""
+        """Count a plan as waiting until the ``with`` block ends."""
         self.waiting += 1
         try:
             yield
@@ -104,6 +116,6 @@ class Counts:
             self.waiting -= 1
 
     def failures(self) -> Sequence[PlanFailures]:
-        """Return the failures by class of error, the most frequent first. Thread-safe."""
+        """Return the number of failures for each class of error, with the most frequent class first. Thread-safe."""
         failed = [PlanFailures(*each) for each in dict(self.failed).items()]
         return sorted(failed, key=lambda each: -each.count)

@@ -1,4 +1,4 @@
-"""The hooks and counts of a service, which stay the same when a recovery replaces the communicator."""
+"""The hooks and counts of a service. A recovery replaces the communicator, but not the hooks and counts."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from aiocomms.progress.hooks import Hooks
 from aiocomms.serving.statistics import Counts
 
 Carrier = dict[str, str]
-"""Strings that rank 0 sends with a plan, by keys that the hooks choose."""
+"""A dictionary of strings that rank 0 sends with a plan. The carrier hooks choose the keys."""
 
 
 class PlanStart(NamedTuple):
-    """A plan that is about to run on this rank; the argument of plan hooks."""
+    """A plan that is about to run on this rank. Each plan hook gets this object as its argument."""
 
     number: int
-    """The number of the plan, the same on all ranks."""
+    """The number of the plan. All ranks use the same number."""
     comm: Communicator
     waited: float
-    """Seconds since the plan's call on rank 0, or since the plan's arrival on another rank."""
+    """The seconds since the plan's call (on rank 0) or since the plan's arrival (on another rank)."""
     carrier: Carrier
-    """The strings from the carrier hooks of rank 0; empty without such hooks."""
+    """The strings from the carrier hooks of rank 0; empty if rank 0 has no carrier hooks."""
 
 
 CarrierHook = Callable[[Carrier], object]
@@ -31,7 +31,7 @@ CarrierHook = Callable[[Carrier], object]
 PlanHook = Callable[[PlanStart], AbstractContextManager[object]]
 """A function that returns the context manager around a plan."""
 CommHook = Callable[[Communicator], object]
-"""A function that is called with the communicator of a service, and with each communicator that replaces it."""
+"""A function that gets the communicator of a service, and later each communicator that replaces a lost one."""
 
 
 class Watch:
