@@ -73,11 +73,11 @@ def delay(
 
     :param seconds: the delay in seconds, by the event loop's clock. Give either ``seconds`` or ``until``.
     :param until: an event. The op starts when the event is set, so the test needs no fixed delay.
-    :param ranks: the ranks whose calls are affected; None: all ranks.
-    :param op: the name of the affected method, or ``"stream"`` for messages of streams; None: any operation.
-    :param nth: the number of the only affected call on each rank, counted from 1 among the calls of ``op``; None: all
-        calls.
-    :param probability: the probability with which each such call is affected, above 0 and at most 1.
+    :param ranks: the ranks whose calls are affected; None means all ranks.
+    :param op: the name of the affected method, or ``"stream"`` for messages of streams; None means any operation.
+    :param nth: the number of a call, counted from 1 among the calls of ``op`` on each rank. Only this call is affected.
+        None means all calls.
+    :param probability: the probability with which each of these calls is affected, above 0 and at most 1.
     :raises ArgumentError: an argument is wrong, or the fault could never affect a call.
     """
     if (seconds is None) == (until is None):
@@ -107,7 +107,7 @@ def kill(
 ) -> Fault:
     """Kill the process of a rank with SIGKILL, during a call. The parameters are those of :func:`delay`.
 
-    In a simulation, the rank dies as after a call of ``here().world.kill``. If ranks share a process, as in
+    In a simulation, the fault has the same effect as a call of ``here().world.kill``. If ranks share a process, as in
     ``local_world``, the death is only simulated: on the killed rank, every op of the communicator fails with a
     :class:`~aiocomms.errors.CommAbortedError`. The other ranks always get a :class:`~aiocomms.errors.PeerDiedError`.
 
@@ -126,9 +126,9 @@ def mismatch(
 ) -> Fault:
     """Change an op of a rank, so that the other ranks get a :class:`~aiocomms.errors.MismatchError`.
 
-    A message with a wrong dtype also causes this error. A message with a wrong size only makes the receive fail. For a
-    wrong dtype or size, the op uses copies. The caller's tensors do not change. The other parameters are those of
-    :func:`delay`.
+    A collective or a message with a wrong dtype causes this error. A message with a wrong size only makes the receive
+    fail. For a wrong dtype or size, the op uses copies. The caller's tensors do not change. The other parameters are
+    those of :func:`delay`.
 
     :param differs: the wrong property. ``"dtype"`` changes the dtype of the op's tensors, ``"size"`` doubles their
         number of elements, and ``"root"`` changes the root of ``broadcast`` and ``reduce``. ``"root"`` needs a

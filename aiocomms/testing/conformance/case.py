@@ -1,4 +1,7 @@
-"""The class ``Case``, which a check gets besides its communicator, and records of a check's place and outcome."""
+"""The class ``Case``, and records of the place and the outcome of a check.
+
+A check is a test function. Its arguments are a communicator and a ``Case``.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from aiocomms.testing.conformance import data
 from aiocomms.transport import Capabilities, Transport
 
 DIES: Final = "dies"
-"""The note of a rank that kills itself."""
+"""The note that a rank sends to the other ranks before the rank kills itself."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -81,7 +84,10 @@ class Outcome(NamedTuple):
     """The outcome of a check on one rank."""
 
     status: str
-    """``"passed"``, ``"skipped"``, ``"failed"``, or ``"stopped"``: another rank failed, or the deadline passed."""
+    """``"passed"``, ``"skipped"``, ``"failed"`` or ``"stopped"``.
+
+    ``"stopped"`` means that another rank failed, or that the deadline passed.
+    """
     text: str = ""
     usable: bool = True
     """True if the communicator may serve the next check."""
@@ -91,23 +97,23 @@ class Outcome(NamedTuple):
 
 
 class CaseBoard:
-    """The notes that the ranks of one check send each other. They use another channel than the tested transport."""
+    """The notes that the ranks of one check send each other. The tested transport does not carry these notes."""
 
     def __init__(self, publish: Callable[[int, str], None] = lambda rank, note: None) -> None:
         self._events: dict[tuple[int, str], anyio.Event] = {}
         self._publish = publish
 
     def tell(self, rank: int, note: str) -> None:
-        """Send a note of ``rank`` to every rank."""
+        """Send a note from ``rank`` to every rank."""
         self.hear(rank, note)
         self._publish(rank, note)
 
     def hear(self, rank: int, note: str) -> None:
-        """Record that a note of ``rank`` has arrived."""
+        """Record that a note from ``rank`` has arrived."""
         self._event(rank, note).set()
 
     async def told(self, rank: int, note: str) -> None:
-        """Wait for a note of ``rank``."""
+        """Wait for a note from ``rank``."""
         await self._event(rank, note).wait()
 
     def _event(self, rank: int, note: str) -> anyio.Event:
@@ -160,7 +166,7 @@ class Case:
     # ---------------------------------------------------------------------------------------- order and agreement
 
     def tell(self, note: str) -> None:
-        """Send a note to every rank, by another channel than the tested transport."""
+        """Send a note to every rank. The tested transport does not carry the note."""
         self._board.tell(self.rank, note)
 
     def tell_blocking(self, note: str) -> None:
@@ -168,11 +174,11 @@ class Case:
         self._store.set(f"{self.name}/{note}", "")
 
     def wait_blocking(self, note: str) -> None:
-        """Wait for a note of :meth:`tell_blocking`. The loop does not run during this wait."""
+        """Wait for a note that another rank posts with :meth:`tell_blocking`. The loop does not run during the wait."""
         self._store.wait([f"{self.name}/{note}"])
 
     async def told(self, note: str, *by: int) -> None:
-        """Wait for a note of each given rank, or of all other ranks if none is given."""
+        """Wait for a note from each rank in ``by``. If ``by`` is empty, wait for a note from all other ranks."""
         for rank in by or [r for r in range(self.size) if r != self.rank]:
             await self._board.told(rank, note)
 
@@ -204,7 +210,7 @@ class Case:
     # ------------------------------------------------------------------------------- capabilities of the transport
 
     def need(self, family: str) -> None:
-        """Skip the check if no transport carries a family of operations."""
+        """Skip the check if no transport of the communicator implements the operations of ``family``."""
         if family not in self.comm.transports:
             raise unittest.SkipTest(f"{self.place.transport} does not carry {family!r}")
 
@@ -235,13 +241,13 @@ class Case:
             raise unittest.SkipTest("the ranks share one loop")
 
     def carrier(self, family: str) -> type[Transport]:
-        """Return the class of the transport that carries a family of operations."""
+        """Return the class of the transport that implements the operations of ``family``."""
         found = find(self.comm.transports[family], self.comm.device)
         assert not isinstance(found, str), found
         return found
 
     def capabilities(self, family: str) -> Capabilities:
-        """Return the capabilities, on this device, of the transport that carries a family of operations."""
+        """Return what the transport for the operations of ``family`` can do on this device."""
         return self.comm._core.by_family[cast("ops.Family", family)].capabilities
 
     def rounds_each_step(self, dtype: torch.dtype) -> bool:
@@ -261,7 +267,10 @@ class Case:
         return op.family in self.comm.transports and op in self.capabilities(op.family).ops
 
     async def open(self, name: str, timeout: float | None = None) -> Communicator:
-        """Open another communicator over the same ranks, on all ranks. The check must close the communicator."""
+        """Open a second communicator with all ranks of this check. All ranks call this method.
+
+        The check must close the communicator.
+        """
         comm = await new_comm(
             self.place.transport, self.place.device, store=self._store, rank=self.rank, size=self.size, name=name,
             # This timeout is later than the deadline of the check, whose report says where each rank was.
@@ -318,7 +327,7 @@ def reductions() -> tuple[ReduceOp, ...]:
 
 
 async def window(comm: Communicator, case: Case, dtype: torch.dtype, count: int) -> tuple[data.Slot, Window]:
-    """Open a window over zeros."""
+    """Open a window. This rank's part of the window is a new tensor of ``count`` zeros."""
     if not {"rma", "p2p"} & set(comm.transports):
         raise unittest.SkipTest("no transport carries one-sided operations, nor messages to express them in")
     slot = case.full(torch.zeros(count, dtype=dtype))

@@ -32,7 +32,7 @@ async def test_wait_signal_returns_after_the_put_data_is_visible(comm: Communica
 @ranks(1, 2, more=(3,))
 @pytest.mark.parametrize("count", [0, 1, 1031, 400_009])
 async def test_put_signal_arrives_behind_its_data_and_counts_once(comm: Communicator, case: Case, count: int) -> None:
-    """The signal arrives after this put and the puts before it, and counts as one signal of the window."""
+    """The signal of a put arrives after the data of this put and of earlier puts, and counts as one signal."""
     slot, win = await window(comm, case, torch.int32, count + 2)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for turn in range(3):
@@ -85,9 +85,9 @@ async def test_each_wait_signal_takes_one_signal_of_its_rank(comm: Communicator,
 @pytest.mark.clock
 @ranks(2)
 async def test_cancelled_or_late_wait_signal_is_withdrawn(comm: Communicator, case: Case) -> None:
-    """The wait is withdrawn by ``cancel``, by cancellation of the awaiter, and by the deadline.
+    """A call of ``cancel``, a cancellation of the waiting task, and the deadline each withdraw a wait for a signal.
 
-    The next wait gets the signal.
+    The next wait gets the signal that arrives later.
     """
     _, win = await window(comm, case, torch.int32, 1)
     if comm.rank == 0:

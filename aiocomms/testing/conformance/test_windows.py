@@ -24,7 +24,7 @@ from aiocomms.testing.conformance import data
 from aiocomms.testing.conformance.case import Case, ranks, window
 
 PART = 11
-"""The number of elements of a window that one other rank writes."""
+"""The number of elements that each rank writes in another rank's part of a window."""
 
 
 @pytest.mark.memory
@@ -63,9 +63,9 @@ async def test_every_rank_gets_from_every_rank(comm: Communicator, case: Case) -
 @pytest.mark.memory
 @ranks(1, 2, 3)
 async def test_runs_are_put_and_got_each_between_its_own_places(comm: Communicator, case: Case) -> None:
-    """One operation puts runs of a tensor to other offsets of a rank's window, and one operation gets these runs.
+    """A ``put_v`` writes runs of a tensor at different offsets of a rank's window, and a ``get_v`` reads these runs.
 
-    There may be no runs, and a run may be empty.
+    The list of runs may be empty, and a run may be empty.
     """
     there = (comm.rank + 1) % comm.size
     for dtype in (torch.uint8, torch.int16, torch.float64):
@@ -170,7 +170,7 @@ async def test_window_calls_of_one_rank_take_effect_in_call_order(comm: Communic
 async def test_put_up_to_the_last_element_succeeds_and_beyond_it_is_refused(comm: Communicator, case: Case) -> None:
     """Ranks expose parts of different sizes.
 
-    A put to the last element succeeds, and also an empty put. A put beyond the part fails.
+    A put up to the last element succeeds. An empty put also succeeds. A put beyond the end of a rank's part fails.
     """
     sizes = [5 * r for r in range(comm.size)]
     slot, win = await window(comm, case, torch.int16, sizes[comm.rank])
@@ -210,7 +210,7 @@ async def test_accesses_of_two_windows_stay_apart(comm: Communicator, case: Case
 @pytest.mark.memory
 @ranks(2)
 async def test_cancelled_window_access_happens_once(comm: Communicator, case: Case) -> None:
-    """A put, a get and an addition are not withdrawn, and happen once."""
+    """A cancelled put, get or addition is not withdrawn, and happens once."""
     slot, win = await window(comm, case, torch.int64, 3)
     if comm.rank == 0:
         content, got = case.bits(torch.int64, (2,)), case.empty(torch.int64, (2,))
@@ -256,7 +256,10 @@ async def test_window_close_waits_for_accesses_of_all_ranks(comm: Communicator, 
 
 @ranks(2)
 async def test_exception_in_the_window_block_leaves_without_waiting_for_peers(comm: Communicator, case: Case) -> None:
-    """Rank 1 stays in its block until rank 0's error is raised. Rank 1 can still use the window, which then closes."""
+    """Rank 0 raises an error in its block, while rank 1 stays in its own block and can still use the window.
+
+    Then the window closes.
+    """
     slot, win = await window(comm, case, torch.int32, PART)
     if comm.rank == 0:
         with pytest.raises(ZeroDivisionError):

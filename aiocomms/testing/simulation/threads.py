@@ -1,8 +1,9 @@
-"""The threads of simulated processes: system threads. The simulated world resumes one thread at a time.
+"""The threads of simulated processes. Each of them is a system thread.
 
-A blocked thread keeps its stack, so blocking code runs in a simulation without changes. A thread runs until it waits
-for a :class:`SimulatedEvent`; then the world continues. The thread and the world wake each other by locks, on one
-processor. A wake-up of a thread on another processor takes ten times as long (docs/benchmarks/core.md).
+The simulated world resumes one thread at a time. A blocked thread keeps its stack, so blocking code runs in a
+simulation without changes. A thread runs until it waits for a :class:`SimulatedEvent`. Then the world continues. The
+thread and the world wake each other by locks, on one processor. A wake-up of a thread on another processor takes ten
+times as long (docs/benchmarks/core.md).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _here = threading.local()
 
 
 _PATIENCE: Final = 60.0
-"""Real seconds for which a simulated thread may run until it waits or ends."""
+"""The maximum number of real seconds for which a simulated thread may run before the thread waits or ends."""
 
 
 def _taken() -> _thread.LockType:
@@ -42,7 +43,7 @@ _T = TypeVar("_T")
 
 
 class Killed(BaseException):
-    """The exception that ends a waiting thread when its process has died or the history is over."""
+    """The exception that ends a waiting thread after the thread's process has died or the simulated run has ended."""
 
 
 class _Runner:
@@ -86,11 +87,11 @@ _idle: Final[list[_Runner]] = []
 _alive: Final[dict[SimulatedThread, None]] = {}
 """The threads that have not ended, in the order of their starts."""
 _tids: Final[list[int]] = []
-"""The system's ids of the runners' threads."""
+"""The operating system's ids of the threads that run simulated threads."""
 
 
 def _forget() -> None:
-    """Forget the threads, because a forked child has none of them."""
+    """Clear the lists of threads in a forked child, because a fork does not copy these threads."""
     _idle.clear()
     _tids.clear()
 
@@ -123,7 +124,7 @@ class SimulatedThread:
         self.killed = False
 
     def resume(self) -> None:
-        """Run the thread until it waits or ends. The world calls this."""
+        """Run the thread until it waits or ends. Only the simulated world calls this method."""
         runner = self.runner
         if runner is None:
             before = watch(False)
@@ -135,9 +136,9 @@ class SimulatedThread:
             raise SimulationError(f"a thread of {self.timeline} has blocked for {_PATIENCE:g} s: {runner.where()}")
 
     def park(self) -> None:
-        """Wait until the world resumes the thread. The thread itself calls this.
+        """Wait until the world resumes the thread. Only the thread itself calls this method.
 
-        :raises Killed: the thread must end.
+        :raises Killed: the world ends the thread.
         """
         runner = self.runner
         assert runner is not None
@@ -148,7 +149,7 @@ class SimulatedThread:
             raise Killed
 
     def kill(self) -> None:
-        """End the thread where it waits."""
+        """End the thread: raise :class:`Killed` where the thread waits."""
         self.killed = True
         if self.runner is not None:
             self.resume()
@@ -236,7 +237,7 @@ def stay_in_thread() -> None:
 
 
 def kill_all(timeline: Timeline) -> None:
-    """End the threads of a process where they wait."""
+    """End the threads of a process: raise :class:`Killed` in each waiting thread."""
     for thread in [thread for thread in _alive if thread.timeline is timeline]:
         del _alive[thread]
         thread.kill()
