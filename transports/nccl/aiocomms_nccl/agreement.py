@@ -1,9 +1,9 @@
-"""The agreement of the ranks: the ranks compare the collectives that they call, and handle a close, abort or death.
+"""The agreement of the ranks on the collectives that they call.
 
-NCCL waits without end for a rank that calls a different collective. A quick collective costs no frame: each rank only
-keeps a description of its call for a while. If a collective waits for some milliseconds, its rank sends a frame to each
-other rank. The frame describes all calls since the last frame. The other ranks compare these descriptions with their
-own calls.
+This module also handles the close, the abort and the death of a rank. NCCL waits without end for a rank that calls a
+different collective. A quick collective needs no frame: each rank only stores a description of its last calls. If a
+collective waits for some milliseconds, its rank sends a frame to each other rank. The frame describes all calls since
+the last frame. The other ranks compare these descriptions with their own calls.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ _NONE: Final = -1
 _KEPT: Final = 32
 """The number of latest calls that a rank remembers."""
 TELL_AFTER: Final = 0.005
-"""Seconds after which a rank describes a waiting collective to the other ranks. Most collectives end sooner."""
+"""The seconds for which a collective waits before its rank describes it to other ranks. Most collectives end sooner."""
 _TEXT: Final = 1000
-"""The most characters of a description."""
+"""The maximum length of a description, in characters."""
 
 
 class LaneFrames(Protocol):
-    """The handler of the other ranks' frames about lanes."""
+    """The object that handles frames about lanes from the other ranks."""
 
     def handle(self, peer: int, frame: wire.LaneFrame) -> None:
-        """Act on a frame about lanes.
+        """Handle a frame about lanes.
 
         :raises ProtocolError: the frame is invalid.
         """
 
     def leave(self, rank: int) -> None:
-        """Handle the close of a rank."""
+        """Handle the event that another rank has closed the communicator."""
 
 
 class NcclAgreement:
-    """The other ranks' calls and closes, as known to this rank, and this rank's pending collectives."""
+    """This rank's pending collectives, and this rank's knowledge of the calls and closes of other ranks."""
 
     def __init__(
         self, control: Control, rank: int, detects_mismatch: bool, fail: Callable[[CommError], object]
     ) -> None:
-        """Start with no calls.
+        """Create an agreement without calls.
 
         :param detects_mismatch: whether a collective completes only after all ranks have announced their calls.
-        :param fail: called when the communicator is lost.
+        :param fail: the function that this object calls with an error to mark the communicator as lost.
         """
         self.matcher: Matcher
-        """The matcher that handles the frames of messages. The transport sets it before the first frame arrives."""
+        """The handler of frames about messages. The transport sets this attribute before the first frame arrives."""
         self.lanes: LaneFrames
-        """The handler of frames about lanes. The transport sets it before the first frame arrives."""
+        """The handler of frames about lanes. The transport sets this attribute before the first frame arrives."""
         self.pending: dict[int, Completion] = {}
         """The collectives that are not done, by number."""
         self._control = control
@@ -76,7 +76,7 @@ class NcclAgreement:
     def call(self, op: ops.Op, work: Completion | None) -> int:
         """Record that this rank has called a collective, and that NCCL has enqueued the collective.
 
-        :param work: the work that :meth:`data_moved` completes; None if the collective was captured.
+        :param work: the work that :meth:`data_moved` completes; None if a CUDA graph has captured the collective.
         :returns: the number of the collective.
         """
         index, wrong = self._log.call(op)
@@ -91,7 +91,10 @@ class NcclAgreement:
         return index
 
     def data_moved(self, index: int) -> None:
-        """Complete a collective whose data NCCL has moved; or first wait until all ranks have announced their calls."""
+        """Record that NCCL has moved the data of a collective, and complete the collective.
+
+        If ``detects_mismatch`` is true, the completion waits until all ranks have announced their calls.
+        """
         if self._detects_mismatch and self._log.waiting_for(index):
             self._data_moved[index] = self.pending[index]
         else:
@@ -112,7 +115,7 @@ class NcclAgreement:
         return self._log.waiting_for(found[0]) if found else ()
 
     def tell_soon(self) -> None:
-        """Schedule a frame that describes this rank's calls, because one of its collectives waits."""
+        """Schedule a frame that describes this rank's calls, because one of the called collectives waits."""
         if not self._control.reminds and self._log.has_news:
             self._remind()
 
@@ -126,17 +129,17 @@ class NcclAgreement:
             self._tell_calls_to(peer)
 
     def send_bye(self) -> None:
-        """Tell the other ranks that this rank has closed."""
+        """Tell the other ranks that this rank has closed the communicator."""
         for peer in self._control.peers:
             self._control.send(peer, wire.NcclBye(self._log.calls, self.matcher.progress_with(peer)))
 
     def send_abort(self, error: CommError) -> None:
-        """Tell the other ranks that this rank has aborted. Any thread may call this method."""
+        """Tell the other ranks that this rank has aborted the communicator. Any thread may call this method."""
         for peer in self._control.peers:
             self._control.send(peer, wire.NcclAbort(Reason.of(error, self._rank), self._disputed))
 
     def closed_by(self, peer: int) -> CommError | None:
-        """Return the error of ops that need a rank if the rank has closed, else None."""
+        """Return the error for ops that need ``peer``, or None if ``peer`` has not closed the communicator."""
         return closed_by(peer) if peer in self._left else None
 
     # -------------------------------------------------------------------------------------------- frames of the others
@@ -146,9 +149,9 @@ class NcclAgreement:
         frames: Sequence[tuple[int, wire.Frame | ProtocolError | None]],
         on_note: Callable[[int, bytes], object],
     ) -> None:
-        """Act on the frames and errors that :meth:`Control.poll` has returned.
+        """Handle the frames and errors that :meth:`Control.poll` has returned.
 
-        :param on_note: called with the sender's rank and its note.
+        :param on_note: the function that gets each note from another rank. The arguments are the rank and the note.
         """
         for peer, frame in frames:
             try:
@@ -162,10 +165,10 @@ class NcclAgreement:
             self._tell_due()
 
     def _tell_due(self) -> None:
-        """Describe this rank's calls to other ranks after a reminder.
+        """Describe this rank's calls to other ranks, after the timer of :meth:`Control.remind`.
 
-        If a collective has waited since the reminder was set, all ranks get a description. Otherwise only the ranks
-        that have described their own calls get a description.
+        If a collective has waited since the timer was set, all ranks get a description. Otherwise only the ranks that
+        have described their own calls get a description.
         """
         owed, self._owed = self._owed, set()
         first = next(iter(self.pending), self._waits)
@@ -229,7 +232,7 @@ class NcclAgreement:
                 return
 
     def _dispute(self, index: int, error: CommError) -> None:
-        """Lose the communicator because ranks disagree on one collective."""
+        """Mark the communicator as lost, because the ranks disagree on one collective."""
         self._disputed = index
         work = self.pending.get(index)
         if work is not None and not work.done():
@@ -242,9 +245,15 @@ class OwnCall(msgspec.Struct):
 
     signature: tuple[object, ...]
     gives: list[int]
-    """Bytes that this rank sends to each rank, if these may differ from rank to rank; else empty."""
+    """The number of bytes that this rank sends to each rank.
+
+    The list is empty for all ops except all-to-all ops.
+    """
     takes: list[int]
-    """Bytes that this rank receives from each rank, if these may differ from rank to rank; else empty."""
+    """The number of bytes that this rank receives from each rank.
+
+    The list is empty for all ops except all-to-all ops.
+    """
 
     def text(self) -> str:
         """Return the text that describes the call to other ranks."""
@@ -275,7 +284,8 @@ class _CallLog:
     def call(self, op: ops.Op) -> tuple[int, MismatchError | None]:
         """Record that this rank calls a collective.
 
-        :returns: the number of the collective; and the error, if another rank is known to call a different collective.
+        :returns: the number of the collective, and an error or None. The error means that another rank has announced a
+            different collective with this number.
         """
         index = self.calls
         self.calls = index + 1
@@ -288,11 +298,11 @@ class _CallLog:
 
     @property
     def has_news(self) -> bool:
-        """True if some rank does not know this rank's last call."""
+        """True if at least one other rank does not know this rank's last call."""
         return any(told < self.calls for told in self._told.values())
 
     def news_for(self, peer: int) -> wire.Calls | None:
-        """Return the calls that a rank does not know yet; None if the rank knows all calls."""
+        """Return this rank's calls that the rank ``peer`` does not know yet, or None if ``peer`` knows all calls."""
         told = self._told.get(peer, self.calls)
         if told == self.calls:
             return None
@@ -317,7 +327,7 @@ class _CallLog:
         return None
 
     def waiting_for(self, index: int) -> list[int]:
-        """Return the ranks that are not known to have called a collective. Any thread may call this method."""
+        """Return the ranks that have not announced their call of a collective. Any thread may call this method."""
         return [peer for peer, count in list(self._heard.items()) if count <= index]
 
     def _compare(self, index: int, peer: int, described: wire.DescribedCall) -> MismatchError | None:

@@ -25,14 +25,14 @@ from aiocomms_nccl.nccl import SEVERAL_RANKS_PER_GPU, Nccl, readable
 _log = logging.getLogger("aiocomms")
 _HELLO: Final = struct.Struct("<I32s")  # the rank that connects, and the token of the rank to which it connects
 _SHARE: Final = 0.9
-"""The share of the remaining time for connecting. The rest is for the report of ranks that did not connect."""
+"""The fraction of the remaining time in which ranks may connect. The rest is for the report of the missing ranks."""
 _MPS: Final = "/tmp/nvidia-mps"  # noqa: S108 - CUDA looks for MPS in this folder
 _PATIENCE: Final = 2.0
-"""Seconds within which a new connection must present its rank and token."""
+"""The number of seconds within which the other end of a new connection must send its rank and token."""
 
 
 class NcclHello(msgspec.Struct, array_like=True):
-    """The first record that each rank sends to the others."""
+    """The first record that each rank sends to the other ranks."""
 
     byte_order: str
     host: str
@@ -60,7 +60,7 @@ PLACES: Final = ControlCodec[NcclPlace](NcclPlace, "the place")
 
 
 def hello(gpu: str, library: Nccl) -> NcclHello:
-    """Return this rank's hello."""
+    """Return the first record that this rank sends to the other ranks."""
     several = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") == "1"
     override = os.environ.get("NCCL_HOSTID", "")
     return NcclHello(
@@ -70,7 +70,7 @@ def hello(gpu: str, library: Nccl) -> NcclHello:
 
 
 async def exchange_hellos(rendezvous: Rendezvous, mine: NcclHello) -> list[NcclHello]:
-    """Exchange hellos with all ranks.
+    """Exchange the first records, the hellos, with all ranks.
 
     :raises ArgumentError: the ranks cannot work together. The message says how to fix this.
     :raises ProtocolError: the ranks have different byte orders or versions.
@@ -83,7 +83,7 @@ async def exchange_hellos(rendezvous: Rendezvous, mine: NcclHello) -> list[NcclH
 
 
 def _advise(rank: int, hellos: Sequence[NcclHello]) -> None:
-    """Log a warning if this rank shares a GPU without MPS, which is slow."""
+    """Log a warning if this rank shares a GPU with another rank and CUDA's MPS does not run. Sharing is slow then."""
     other = next((n for n, it in enumerate(hellos) if it.gpu == hellos[rank].gpu and n != rank), None)
     folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", _MPS))
     if other is not None and not (folder / "control").exists():
@@ -209,7 +209,7 @@ def _connect_all(
 
 
 def _accept(listener: socket.socket, token: bytes) -> tuple[int, socket.socket]:
-    """Return the next connection and its rank; the rank is -1 if the connection did not present the token."""
+    """Return the next connection and the rank at its other end. The rank is -1 if the token was missing or wrong."""
     connection, _ = listener.accept()
     connection.settimeout(_PATIENCE)
     with contextlib.suppress(OSError):

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from torch import Tensor
 
 COPY, ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, SEND, RECV = range(8)
-"""The numbers of the functions, the same as in the native launcher. :data:`COPY` is ``cudaMemcpyAsync``."""
+"""The numbers of the functions. The native launcher uses the same numbers. :data:`COPY` is ``cudaMemcpyAsync``."""
 NONE: Final = 0
 """The value of a field that a call does not use."""
 

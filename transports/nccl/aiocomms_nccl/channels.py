@@ -1,10 +1,11 @@
-"""The channels of lanes: a few NCCL communicators of all ranks, each with its own stream, so that lanes overlap.
+"""The channels of lanes: a few NCCL communicators of all ranks.
 
-The ranks form the channels when the sequencer's log gets its first entry, because all ranks then wait for that
-collective. A lane's number determines the lane's channel. So the collectives of a lane run one after the other, and
-ranks need not agree on the channel. Each rank launches the collectives of all channels in the order of the log. CUDA
-has fewer queues than streams, so a collective of one channel may wait for a collective of another channel. Because of
-the order, the later of the two waits on all ranks.
+Each channel has its own CUDA stream, so that collectives of different lanes can run at the same time. The ranks form
+the channels when the sequencer's log gets its first entry, because all ranks then wait for the collective of this
+entry. A lane's number determines the lane's channel. So the collectives of a lane run one after the other, and ranks
+need not agree on the channel. Each rank launches the collectives of all channels in the order of the log. CUDA has
+fewer queues than streams, so a collective of one channel may wait for a collective of another channel. Because all
+ranks use the same order, the later of the two collectives waits for the earlier one on every rank.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from aiocomms_nccl.collectives import CommStream
 from aiocomms_nccl.direction import AT_ONCE, Forming
 
 CHANNELS: Final = 4
-"""The number of channels, and so of lanes that run at the same time. A channel costs a NCCL communicator's memory."""
+"""The number of channels. At most this number of lanes run at the same time.
+
+Each channel needs the memory of one NCCL communicator.
+"""
 
 
 class PostedInLane:
@@ -38,9 +42,9 @@ class PostedInLane:
         self.after = after
         """The position in the caller's stream after which the collective starts."""
         self.end: Any = None
-        """The end of the collective, for which streams can wait; None before the launch."""
+        """The end of the collective, as an object for which CUDA streams can wait. It is None before the launch."""
         self.error: CommError | None = None
-        """The error with which the collective ends, if its lane was given up."""
+        """The error with which the collective ends, if its lane was aborted."""
 
 
 class LaneChannel:
@@ -69,12 +73,12 @@ class LaneChannels:
     """All channels of one rank. Methods run on the loop's thread, unless their docstrings say otherwise."""
 
     def __init__(self, owner: ChannelsOwner, ended: Callable[[PostedInLane], object]) -> None:
-        """Start with channels that are not formed.
+        """Create an object whose channels are not formed yet.
 
-        :param ended: called with each collective that the GPU has finished.
+        :param ended: the function that gets each collective that the GPU has finished.
         """
         self.begun = False
-        """True once this rank has begun to form the channels."""
+        """True after this rank has begun to form the channels."""
         self._owner = owner
         self._ended = ended
         self._channels: list[LaneChannel] = []
@@ -88,7 +92,7 @@ class LaneChannels:
         return [it.comm_stream for it in list(self._channels) if it.under_way or not busy]
 
     def add(self, posted: PostedInLane) -> None:
-        """Launch a collective that is in the log, after all earlier collectives of the log."""
+        """Launch a collective of the sequencer's log, after all earlier collectives of the log."""
         self._ordered.append(posted)
         self._flush()
 
@@ -97,7 +101,7 @@ class LaneChannels:
         self._ordered.clear()
 
     def form(self, unique_ids: Callable[[], Sequence[bytes]]) -> None:
-        """Join the communicators in a thread, which calls ``unique_ids`` first."""
+        """Join the communicators in a thread. The thread first calls ``unique_ids``."""
         self.begun = True
         self._owner.spawn(partial(self._join, unique_ids), self._formed)
 
@@ -121,7 +125,7 @@ class LaneChannels:
         self._flush()
 
     def _flush(self) -> None:
-        """Launch collectives in the order of the log, up to the limit at which CUDA would block the thread."""
+        """Launch collectives in the order of the log. Stop at the limit above which CUDA would block the thread."""
         channels, ordered, launcher = self._channels, self._ordered, self._owner.launcher
         while channels and ordered:
             posted = ordered[0]

@@ -36,13 +36,13 @@ CAPTURED: Final = (
     "the op is part of a CUDA graph now: work.wait_stream() joins it to the capture; after graph.replay(), "
     "await aiocomms.cuda.recorded()"
 )
-"""The text of the error with which the work of a captured op ends."""
+"""The error message for the work of an op that a CUDA graph has captured."""
 NOTHING: Final = CallPlan([])
 """The plan of an op with nothing to do."""
 
 
 def no_memory(what: str, error: Exception) -> CommError:
-    """Return the error of an op that needs temporary GPU memory when none is free."""
+    """Return the error for an op that needs temporary GPU memory, if no GPU memory is free."""
     return CommError(
         f"there is no GPU memory for what {what} needs beside its tensors; nothing was sent on this rank. "
         f"Free some, and call it again: {str(error).partition(chr(10))[0]}"
@@ -68,13 +68,13 @@ class CommStream:
         self.stream: Stream = cuda.stream(-1 if high else 0)
         self.handle = self.stream.cuda_stream
         self.line: Any = None
-        """The launcher's key of this communicator."""
+        """The value by which the launcher identifies this communicator."""
         self._given = scratch[:1].data_ptr()
         self._got = scratch[1:].data_ptr()
         self._scratch = scratch
         self._high = high
         self.meeting: Final = CallPlan([(ALL_REDUCE, self._given, self._got, 1, nccl.UINT8, nccl.SUM, NONE)])
-        """The plan of a barrier between the ranks' streams.
+        """The plan of a barrier. On the GPU, each rank's stream waits for the streams of all other ranks.
 
         The barrier reduces one byte, because NCCL ignores empty collectives.
         """
@@ -171,9 +171,10 @@ class CommStream:
         return RECV, NONE, pointer, nbytes, nccl.UINT8, NONE, peer
 
     def scaled(self, how: Reduction, factor: float, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Kernel]]:
-        """Return the tensors that NCCL reads, and the kernels that write them.
+        """Return the tensors that NCCL reads, and the kernels that write these tensors.
 
-        The tensors are the given tensors, or their products with the factor, in temporary memory of the stream.
+        The returned tensors are the given tensors, or the products of the given tensors with the factor. The products
+        are in temporary memory of the stream.
 
         :raises torch.OutOfMemoryError: no GPU memory is free. No kernel was enqueued.
         """
@@ -348,4 +349,4 @@ START: Final[dict[type[ops.Op], Start]] = {
     ops.GatherSingle: gather,
     ops.Scatter: scatter,
 }
-"""The function that plans each collective."""
+"""A dictionary from each type of collective to the function that plans it."""

@@ -19,15 +19,18 @@ from aiocomms.lowlevel import Waker
 from aiocomms_nccl.wire import Frame, pack, unpack
 
 _PIECE: Final = 64 * 1024
-"""The most bytes that are read from a connection at a time."""
+"""The maximum number of bytes that one call reads from a connection."""
 _MONOTONIC: Final = 1  # CLOCK_MONOTONIC
 
 
 class _Reminder:
-    """A timer whose descriptor (``timerfd``) becomes readable once. Transports have no other timers."""
+    """A timer with a descriptor (``timerfd``), which becomes readable when the time is over.
+
+    A transport has no other means to run at a later time.
+    """
 
     def __init__(self) -> None:
-        """Make the descriptor, with no time set.
+        """Create the descriptor. The timer does not run yet.
 
         :raises OSError: the process has no free descriptor.
         """
@@ -57,7 +60,7 @@ class Control:
     """All control connections, and a descriptor that wakes the loop for a frame, a reminder or :meth:`wake`."""
 
     def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
-        """Own the connections from now on.
+        """Take ownership of the connections.
 
         :param sockets: a connection to each other rank.
         """
@@ -81,13 +84,14 @@ class Control:
         self._due = False
 
     def watch(self, fd: int) -> None:
-        """Wake the loop also when another descriptor is readable."""
+        """Add a descriptor to those that wake the loop when they are readable."""
         self._epoll.register(fd, select.EPOLLIN)
 
     def remind(self, seconds: float) -> None:
-        """Wake the loop once after ``seconds``; then :meth:`reminded` returns True. 0 means the loop's next turn.
+        """Wake the loop once after ``seconds``. Then :meth:`reminded` returns True once.
 
-        A second call before that time has no effect. Only the loop's thread calls this method.
+        If ``seconds`` is 0, this happens in the loop's next iteration. A second call before that time has no effect.
+        Only the loop's thread calls this method.
         """
         if self.reminds:
             return
@@ -105,7 +109,7 @@ class Control:
             self.wake()
 
     def reminded(self) -> bool:
-        """Return True once after the time that :meth:`remind` has set, else False."""
+        """Return True at the first call after the time that :meth:`remind` has set; otherwise return False."""
         if not self._due:
             return False
         self._due = self.reminds = False
@@ -189,9 +193,9 @@ class Control:
         connection.close()
 
     def close(self, patience: float) -> None:
-        """Send all unsent frames, and close all connections. This method blocks, off the loop.
+        """Send all unsent frames, and close all connections. This method blocks.
 
-        :param patience: the most seconds for the sends to each rank.
+        :param patience: the maximum number of seconds for the sends to each rank.
         """
         with self._lock:
             for peer in list(self._sockets):
