@@ -198,7 +198,7 @@ class Core(Posting):
     def _lose(self, failure: Failure, *, here: bool) -> None:
         """Change the state to lost, and run the actions of this change.
 
-        :param here: whether this is the loop's thread, outside a signal handler.
+        :param here: True if the caller runs on the loop's thread, and not in a signal handler.
         """
         with self._lock:
             self.life, actions = lifecycle.lose(self.life, failure, here=here)

@@ -4,8 +4,8 @@ torchrun assumes that the first failure is the cause. torchrun compares the time
 without a file, torchrun uses the time at which it notices the end of the process. Among failures in the same second,
 torchrun chooses the lowest rank. When one process has ended, torchrun ends the other processes.
 
-A rank that fails only because of another rank often ends first, because the other rank still closes its resources. So a
-rank whose error names another rank reports a later time, and waits before it ends.
+If rank 1 fails only because rank 0 has failed, the process of rank 1 often ends first: rank 0 is still closing its
+resources. So a rank whose error names another rank reports a later time, and waits before it ends.
 """
 
 from __future__ import annotations

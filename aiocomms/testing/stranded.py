@@ -37,7 +37,7 @@ _QUIET: Final = {deadlines.__name__, live.__name__, _SIMULATED, "execnet.gateway
 The threads are those of this package, those of pytest-xdist, and the timers of pytest-timeout.
 """
 _looks: WeakSet[Any] = WeakSet()
-"""The timers of all watches. These timers do not count as work of a loop."""
+"""The timers at which the watches check their event loops. These timers do not count as work of a loop."""
 
 
 class _NextEnd(NamedTuple):

@@ -69,7 +69,7 @@ async def local_world(
 
 @contextmanager
 def _watched(plan: Selection, world: list[Communicator]) -> Iterator[None]:
-    """Watch the event loop within the block for ops that can never complete.
+    """Look for ops that can never complete, on the event loop, until the ``with`` block ends.
 
     Do nothing if the ranks' messages may also move by calls on other threads.
     """

@@ -119,7 +119,7 @@ def _check_plot(path: Path) -> None:
 
 
 def _size(text: str) -> int:
-    """Return the number of bytes of a size in the notation of nccl-tests, such as ``4K``."""
+    """Parse a size that is written as in nccl-tests, such as ``4K``. Return the size in bytes."""
     match = re.fullmatch(r"([0-9]{1,12})([KMG]?)", text.upper())
     if match is None:
         raise argparse.ArgumentTypeError(f"is {text!r}, wanted bytes such as 8, 4K, 1M or 1G")

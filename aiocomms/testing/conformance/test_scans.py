@@ -113,7 +113,7 @@ async def test_scan_past_its_deadline_aborts_the_communicator(comm: Communicator
 async def test_scan_whose_ranks_disagree_loses_the_communicator_on_all_ranks(
     comm: Communicator, case: Case, what: str
 ) -> None:
-    """The last rank's call differs from the calls of the other ranks, which nevertheless get the error.
+    """The last rank's call differs from the calls of the other ranks. All ranks get the error.
 
     The other ranks do not need any data from the last rank.
     """

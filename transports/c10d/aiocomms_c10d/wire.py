@@ -70,7 +70,8 @@ _REASONS: Final = ("CommAbortedError", "PeerDiedError", "MismatchError", "CommTi
 class C10dHeader(NamedTuple):
     """A frame's header. A field is 0 if the frame's kind does not use it.
 
-    :param ident: the number of a large message or of a collective; in CREDIT and ACK frames, an amount.
+    :param ident: the number of a large message or of a collective; in a CREDIT frame, a number of bytes; in an ACK
+        frame, a number of frames.
     :param nbytes: the size of the message, or of the payload in this frame.
     :param text: the number of bytes of text in this frame.
     :param sizes: the number of 64-bit integers in this frame, after the text.

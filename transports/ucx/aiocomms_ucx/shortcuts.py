@@ -36,7 +36,7 @@ _TYPES: Final[list[type[ops.Op]]] = [
 ]
 _TAKEN: Final[frozenset[type[ops.Op]]] = frozenset(_TYPES)
 KINDS: Final[dict[str, tuple[type[ops.Op], int]]] = {cls.name: (cls, FORMS.get(cls, -1)) for cls in _TYPES}
-"""The op types with a shortcut, by name. The second value is the type's number in ``FORMS``, or -1 if there is none."""
+"""The op types with a shortcut, by name, each with its number in ``FORMS``, or -1 if ``FORMS`` lacks the type."""
 
 
 def _operators() -> list[tuple[object, int, int]]:

@@ -77,7 +77,7 @@ def find() -> Found:
 
 
 def describe() -> dict[str, str]:
-    """Return the lines about the speeds in the output of ``aiocomms info``."""
+    """Return the lines that ``aiocomms info`` prints about the speeds."""
     speeds, origin = find()
     what = f"parts of {MEASURED_BYTES // 1024} KiB"
     if speeds is None:

@@ -40,7 +40,7 @@ class TensorWords(NamedTuple):
 
 @cache
 def find() -> TensorWords | None:
-    """Return the offsets of the words; None if this version of torch has another layout, or if the search fails."""
+    """Return the offsets of both words in a tensor's C++ object; None if the search finds no offsets."""
     try:
         return _found()
     except (AttributeError, TypeError, RuntimeError):
