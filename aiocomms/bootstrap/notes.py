@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from aiocomms.errors import ProtocolError
+from aiocomms.errors import CommError, ProtocolError, StoreLostError
 from aiocomms.lowlevel.control import ControlCodec
 from aiocomms.progress.guard import guarded
 from aiocomms.transport import Transport
@@ -67,7 +67,14 @@ class Parting(msgspec.Struct, tag=4, array_like=True):
     """The notice that the sender closes the communicator, and receives nothing more."""
 
 
-Note = Question | Answer | MeetingPlace | Passed | Parting
+class NoStore(msgspec.Struct, tag=5, array_like=True):
+    """The notice that the sender has lost the store while it formed its part of a split."""
+
+    number: int
+    """The number of the split among the splits of the communicator."""
+
+
+Note = Question | Answer | MeetingPlace | Passed | Parting | NoStore
 NOTES = ControlCodec[Note](Note, "a note", limit=LARGEST)
 
 
@@ -93,6 +100,8 @@ class Notes:
         """
         self.leaving: set[int] = set()
         """The ranks that have closed the communicator."""
+        self.storeless: set[tuple[int, int]] = set()
+        """The splits that have failed because a rank lost the store: the number of the split, and the rank."""
         self.on_leaving: Callable[[], object] = lambda: None
         """The function that is called when another rank leaves. The function must not block."""
         self._size = size
@@ -116,10 +125,22 @@ class Notes:
         elif isinstance(found, Parting):
             self.leaving.add(rank)
             self.on_leaving()
+        elif isinstance(found, NoStore):
+            self.storeless.add((found.number, rank))
         elif isinstance(found, Passed):
             self.on_passed(rank, found.what)
         else:
             self.on_word(rank, found)
+
+    def tell_no_store(self, number: int, members: Sequence[int]) -> None:
+        """Tell the members of a split's part that this rank has lost the store. They may still have it."""
+        for rank in members:
+            self.say(rank, NoStore(number))
+
+    def no_store(self, number: int, members: Sequence[int]) -> CommError | None:
+        """Return an error if a member of a split's part has lost the store, which this rank may still have."""
+        lost = [rank for rank in members if (number, rank) in self.storeless]
+        return StoreLostError(f"ranks {lost} have lost the store") if lost else None
 
 
 def read(note: bytes, size: int) -> Note:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from math import inf
 from pathlib import Path
 from threading import get_ident
@@ -335,10 +336,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
                 return await self._form_child(gathered, members, child, number, plan, seconds)
             except BaseException as error:
                 hook.remove()
-                reason = broken_off(error, members).about(comm=self.name, op="split", rank=self.rank)
-                # Every rank that needs the store raises its loss. This communicator needs no store.
-                if not isinstance(error, StoreLostError):
-                    core.lose(reason)
+                reason = self._give_up_split(error, number, members)
                 raise (reason.about() if isinstance(error, CommError) else error) from error.__cause__
             finally:
                 hook.remove()
@@ -349,6 +347,15 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         error = self._core.life.refusal()
         assert error is not None
         return error.about(comm=self.name, op=what, rank=self.rank)
+
+    def _give_up_split(self, error: BaseException, number: int, members: Sequence[int]) -> CommError:
+        """Tell the other ranks why a split has failed on this rank, and return the reason."""
+        reason = broken_off(error, members).about(comm=self.name, op="split", rank=self.rank)
+        if isinstance(error, StoreLostError):  # This communicator needs no store.
+            self._core.notes.tell_no_store(number, [rank for rank in members if rank != self.rank])
+        else:
+            self._core.lose(reason)
+        return reason
 
     async def _form_child(
         self, gathered: Work[Any], members: list[int], child: str, number: int, plan: Selection, seconds: float
@@ -378,7 +385,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         rendezvous = self._rendezvous.child(key, child, members.index(self.rank), len(members), timeout=seconds)
         parents = self._core.by_family
         opening = open_transports(plan, lambda _, f: parents[f].split(rendezvous, members, plan.options))
-        opened = await formed(rendezvous, opening)
+        opened = await formed(rendezvous, opening, partial(self._core.notes.no_store, number, members))
         rendezvous.timeout = seconds
         return Communicator(rendezvous, plan, opened)
 

@@ -139,3 +139,18 @@ def test_ranks_that_connect_go_on_without_the_store_for_two_seconds(
     history = repeated(lambda: go_on_or_say_why(call), 3, seed=1)
     assert history.results == (["StoreLostError"] * 3 if fails else [3, 3, 3])
     assert history.seconds < 3
+
+
+def test_a_split_ends_on_all_ranks_if_one_rank_alone_loses_the_store(monkeypatch: pytest.MonkeyPatch):
+    """The others have the store, where the rank cannot report anything. The communicator tells them."""
+    exchange = StoreRendezvous.exchange
+
+    async def lost_for_one(rendezvous: StoreRendezvous, key: str, value: bytes) -> list[bytes]:
+        if rendezvous.rank == 2 and rendezvous.name == "formed":
+            raise StoreLostError("the store is lost")
+        return await exchange(rendezvous, key, value)
+
+    monkeypatch.setattr(StoreRendezvous, "exchange", lost_for_one)
+    history = repeated(lambda: go_on_or_say_why(split), 3, seed=1)
+    assert history.results == ["StoreLostError"] * 3
+    assert history.seconds < 1
