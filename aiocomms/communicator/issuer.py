@@ -43,9 +43,6 @@ class Inside(checks.CheckedComm, Protocol):
     def demand_thread(self, what: str) -> None:
         """See :meth:`aiocomms.core.core.Core.demand_thread`."""
 
-    def withdraw_all(self, of: str, which: Callable[[Op], bool]) -> None:
-        """See :meth:`aiocomms.core.posting.Posting.withdraw_all`."""
-
 
 class Issuer(Handle, ABC):
     """The part of a communicator that method classes such as ``PointToPoint`` use."""

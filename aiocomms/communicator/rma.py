@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar, cast
 import torch
 from torch import Tensor
 
-from aiocomms import arguments, ops
+from aiocomms import ops
 from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, as_int
 from aiocomms.communicator.issuer import Issuer
 from aiocomms.cuda import crossing
@@ -419,17 +419,11 @@ class Window(Handle):
     def _start_closing(self, timeout: OpTimeout = COMM_TIMEOUT) -> Work[None]:
         info, core = self._info, self._comm._core
         core.demand_thread("close_window")
-        if timeout is not COMM_TIMEOUT:
-            try:
-                arguments.deadline("timeout", timeout)
-            except CommError as error:
-                raise error.about(comm=self._comm.name, op="close_window", rank=core.rank) from None
         info.closed = True
-        core.withdraw_all("the window", lambda op: isinstance(op, ops.WaitSignal) and op.window is info)
         try:
             self._closing = self._comm._issue(ops.WindowClose(info), timeout=timeout)
         except BaseException:
-            info.closed = core.refusing  # A pre-hook has prevented the op, and the program can call again.
+            info.closed = core.refusing  # The call was refused, and the program can call again.
             raise
         return self._closing
 

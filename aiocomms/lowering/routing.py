@@ -113,7 +113,19 @@ class Router(dict[type[ops.Op], Route]):
             return fallback
         if cls in (ops.Send, ops.Recv, ops.Probe, ops.Take):
             return self._unless_to_itself(cls, transport.post)
+        if cls is ops.WindowClose:
+            return self._without_waits(transport.post)
         return _where_it_reduces(cls, transport.capabilities, transport.post, fallback)
+
+    def _without_waits(self, post: Route) -> Route:
+        """Return the route of a window's close, which first withdraws this rank's waits for the window's signals."""
+
+        def close(op: Any, work: Completion) -> float | None:
+            window = op.window
+            self._comm.withdraw_all("the window", lambda it: isinstance(it, ops.WaitSignal) and it.window is window)
+            return post(op, work)
+
+        return close
 
     def _unless_to_itself(self, cls: type[ops.Op], post: Route) -> Route:
         """Return a route of messages: messages of this rank to itself use the loopback, and all others use ``post``."""

@@ -38,6 +38,9 @@ class Poster(Protocol):
     def withdraw(self, work: Completion) -> bool:
         """Withdraw an unmatched receive; return False if a message has matched it."""
 
+    def withdraw_all(self, of: str, which: Callable[[ops.Op], bool]) -> None:
+        """See :meth:`aiocomms.core.posting.Posting.withdraw_all`."""
+
     def caller_stream(self) -> Callable[[], AbstractContextManager[object]] | None:
         """See :meth:`Transport.caller_stream`."""
 

@@ -74,8 +74,6 @@ def test_refused_close_leaves_the_window_open(run, transport):
             wait = windows[0].wait_signal(1)
             with pytest.raises(ArgumentError, match=r"^close_window on .*: timeout is -1"):
                 await windows[0].aclose(timeout=-1)
-            await windows[1].signal(0)
-            await wait
 
             def refuse(op, seq):
                 raise ValueError("not now")
@@ -84,6 +82,8 @@ def test_refused_close_leaves_the_window_open(run, transport):
             with pytest.raises(ValueError, match="not now"):
                 await windows[0].aclose()
             hook.remove()
+            await windows[1].signal(0)
+            await wait
             await windows[1].put(torch.ones(1), 0)
             await together(*(window.aclose for window in windows))
             assert windows[0].closed
