@@ -220,6 +220,8 @@ class Measured:
         self.tally, self.lateness = Tally(comm), Lateness()
         self._comm = ref(comm)  # A strong reference would prevent the warning of a communicator left open.
         self._removed = False
+        self.users: set[object] = set()
+        """The services that measure the communicator, and None if the program does."""
         self.lost: Statistics | None = None
         """The communicator's statistics at the time of its loss; None if the communicator is not lost.
 
@@ -239,7 +241,14 @@ class Measured:
         return None if comm is None or comm.closed or self._removed else comm
 
     def remove(self) -> None:
-        """Stop measuring and showing the communicator. Idempotent."""
+        """Stop measuring and showing the communicator, unless a measured service uses it. Idempotent."""
+        self.leave(None)
+
+    def leave(self, user: object) -> None:
+        """End the measurement for one of its users. The measurement ends with its last user."""
+        self.users.discard(user)
+        if self.users:
+            return
         self._removed, self.lost = True, None
         self.tally.remove()
         self._hook.remove()
@@ -248,7 +257,7 @@ class Measured:
 class MeasuredService:
     """The measurement of a service and its communicators; :meth:`remove` ends it."""
 
-    def __init__(self, service: Service, add: Callable[[Instrumentable], Measured]) -> None:
+    def __init__(self, service: Service, add: Callable[[Instrumentable, object], Measured]) -> None:
         self._service = ref(service)
         self._add = add
         self._measured: Measured | None = None
@@ -257,7 +266,7 @@ class MeasuredService:
 
     def _follow(self, comm: Instrumentable) -> None:
         # The exporter keeps the counts of a lost communicator.
-        self._measured = self._add(comm)
+        self._measured = self._add(comm, self)
 
     def open(self) -> Service | None:
         """Return the service; None if it has ended or was garbage-collected, or :meth:`remove` was called."""
@@ -265,11 +274,11 @@ class MeasuredService:
         return None if service is None or service.closed or self._removed else service
 
     def remove(self) -> None:
-        """Stop measuring and showing the service and its communicator. Idempotent."""
+        """Stop measuring and showing the service, and its communicator unless the program measures that. Idempotent."""
         self._removed = True
         self._hook.remove()
         if self._measured is not None:
-            self._measured.remove()
+            self._measured.leave(self)
 
 
 Place = tuple[str, int]
@@ -290,14 +299,18 @@ class Shown:
         self._services: list[MeasuredService] = []
         self._kept: dict[Place, Totals] = {}
 
-    def add(self, comm: Instrumentable) -> Measured:
-        """Measure a communicator, or return the existing measurement of the communicator or its portal."""
+    def add(self, comm: Instrumentable, user: object = None) -> Measured:
+        """Measure a communicator, or return the existing measurement of the communicator or its portal.
+
+        :param user: the service whose communicator it is; None: the program.
+        """
         comm = getattr(comm, "_comm", comm)  # A portal has the hooks of its communicator.
         with self._lock:
             known = next((each for each in self._measured if each.open() is comm), None)
             if known is None:
                 known = Measured(comm)
                 self._measured.append(known)
+            known.users.add(user)
         return known
 
     def add_service(self, service: Service) -> MeasuredService:

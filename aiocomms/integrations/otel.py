@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from opentelemetry import context, propagate, trace
 from opentelemetry.trace import Status, StatusCode, TracerProvider
@@ -22,10 +24,13 @@ from aiocomms.serving import PlanStart, Service
 _SCOPE = "aiocomms"
 
 
-class Tracing(Handle):
-    """The hook that makes a span for each op that is called within a sampled span; ``remove()`` removes the hook."""
+class _Spans:
+    """The hook that makes a span for each op of a communicator that is called within a sampled span."""
 
-    def __init__(self, comm: Instrumentable, provider: TracerProvider | None) -> None:
+    def __init__(self, comm: Instrumentable, provider: TracerProvider) -> None:
+        self.provider = provider
+        self.users: set[Tracing] = set()
+        """The handles of this hook that were not removed."""
         self._tracer = trace.get_tracer(_SCOPE, __version__, provider)
         self._transports = comm.transports
         self._place = _labels(comm.name, comm.rank)
@@ -58,6 +63,35 @@ class Tracing(Handle):
             span.record_exception(work.error, timestamp=now)
             span.set_status(Status(StatusCode.ERROR, work.error.message))
         span.end(now)
+
+
+_lock = threading.Lock()
+_known: WeakKeyDictionary[Instrumentable, list[_Spans]] = WeakKeyDictionary()
+"""The hooks of each communicator, one for each provider, so that no op has two spans."""
+
+
+class Tracing(Handle):
+    """A handle on the spans of a communicator's ops. :meth:`remove` of the last handle ends the tracing."""
+
+    def __init__(self, comm: Instrumentable, provider: TracerProvider | None) -> None:
+        comm = getattr(comm, "_comm", comm)  # A portal has the hooks of its communicator.
+        provider = trace.get_tracer_provider() if provider is None else provider
+        with _lock:
+            self._all = _known.setdefault(comm, [])
+            found = next((each for each in self._all if each.provider is provider), None)
+            if found is None:
+                found = _Spans(comm, provider)
+                self._all.append(found)
+            found.users.add(self)
+        self._spans = found
+
+    def remove(self) -> None:
+        """Stop the tracing, unless another call has also asked for it. Idempotent."""
+        with _lock:
+            self._spans.users.discard(self)
+            if not self._spans.users and self._spans in self._all:
+                self._all.remove(self._spans)
+                self._spans.remove()
 
 
 def trace_ops(comm: Instrumentable, tracer_provider: TracerProvider | None = None) -> Tracing:

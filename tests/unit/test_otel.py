@@ -97,6 +97,33 @@ def test_op_span_lasts_until_the_op_ends(exporter):
     run_on("asyncio", main)
 
 
+def test_op_has_one_span_for_each_provider_however_often_it_is_traced(exporter):
+    async def main():
+        provider, other = provider_of(exporter), provider_of(exporter)
+        async with local_world(1) as [comm], Service(comm) as service:
+
+            async def spans() -> int:
+                exporter.clear()
+                with provider.get_tracer("the program").start_as_current_span("request"):
+                    await comm.barrier()
+                return [span.name for span in exporter.get_finished_spans()].count("barrier")
+
+            tracings = [trace_ops(comm, provider), trace_ops(comm.portal(), provider), trace_plans(service, provider)]
+            assert await spans() == 1
+            tracings.append(trace_ops(comm, other))
+            assert await spans() == 2
+            tracings.pop().remove()
+            for tracing in tracings:
+                assert await spans() == 1
+                tracing.remove()
+                tracing.remove()
+            assert await spans() == 0
+            trace_ops(comm, provider)
+            assert await spans() == 1
+
+    run_on("asyncio", main)
+
+
 class Names(Sampler):
     """A sampler that keeps the spans of some names."""
 

@@ -278,8 +278,28 @@ def test_second_instrument_of_a_communicator_or_service_counts_nothing_twice():
             assert instrument(service, registry) is instrument(service, registry)
             await comm.barrier()
             assert value(scrape(registry), "op_seconds_count", op="barrier", transport="local", size="0", **OWN) == 1
+            instrument(service, registry).remove()
             handle.remove()
             assert instrument(comm, registry) is not handle
+
+    run_on("asyncio", main)
+
+
+@pytest.mark.parametrize("first", ["comm", "service"])
+def test_communicator_of_a_service_is_measured_until_both_handles_are_removed(first):
+    async def main():
+        registry = prometheus_client.CollectorRegistry()
+        async with local_world(1) as [comm], Service(comm) as service:
+            both = {"comm": comm, "service": service}
+            handles = {name: instrument(both[name], registry) for name in sorted(both, key=lambda name: name != first)}
+            for handle, count in ((handles[first], 1), (handles.pop(first), 2)):
+                handle.remove()  # The second call does nothing.
+                await comm.barrier()
+                labels = {"op": "barrier", "transport": "local", "size": "0", **OWN}
+                assert value(scrape(registry), "op_seconds_count", **labels) == count
+            for handle in handles.values():
+                handle.remove()
+            assert scrape(registry) == {}
 
     run_on("asyncio", main)
 
