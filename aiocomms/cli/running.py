@@ -15,5 +15,7 @@ def run(options: argparse.Namespace) -> int:
     :raises CommError: an option has a wrong value, or the ranks cannot be started.
     """
     given = {name: value for name, value in vars(options).items() if name in Job.__struct_fields__}
-    given["program"] = options.program if options.module is None else ["-m", *options.module]
+    # argparse keeps a "--" before the program.
+    program = options.program[1:] if options.program[:1] == ["--"] else options.program
+    given["program"] = program if options.module is None else ["-m", *options.module]
     return anyio.run(supervise, Job(**given))

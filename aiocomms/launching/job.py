@@ -119,7 +119,7 @@ class Job(msgspec.Struct, kw_only=True, frozen=True):
             top = self.program[1].partition(".")[0]
             if PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:  # noqa: PTH109
                 raise ArgumentError(f"there is no module {self.program[1]!r}")
-        elif not Path(first).exists():
+        elif not first or not Path(first).exists():  # The path "" is the current folder.
             raise ArgumentError(f"there is no file {first!r}")
 
     def warnings(self, environ: Mapping[str, str], cores: int) -> list[str]:
@@ -155,8 +155,8 @@ def place(name: str, text: str) -> At:
     :raises ArgumentError: ``text`` has another form.
     """
     host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]") if colon else "127.0.0.1"
-    if not (port.isascii() and port.isdigit() and int(port) < 65536) or not host:
+    host = (host[1:-1] if host.startswith("[") and host.endswith("]") else host) if colon else "127.0.0.1"
+    if not (port.isascii() and port.isdigit() and int(port) < 65536) or not host or {*host} & {*"[]"}:
         raise ArgumentError(f"{name} is {text!r}, wanted HOST:PORT with a port of 0 to 65535")
     return At(host, int(port))
 

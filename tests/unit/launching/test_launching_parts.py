@@ -296,9 +296,12 @@ def test_second_stop_kills_the_ranks_of_a_host_whose_first_host_does_not_answer(
         ({"program": []}, "no program is given, wanted FILE.py or -m MODULE"),
         ({"program": ["-m"]}, "no program is given, wanted FILE.py or -m MODULE"),
         ({"program": ["absent.py"]}, "there is no file 'absent.py'"),
+        ({"program": [""]}, "there is no file ''"),
         ({"program": ["-m", "absent.server"]}, "there is no module 'absent.server'"),
         ({"health": "80a"}, "health is '80a', wanted HOST:PORT with a port of 0 to 65535"),
         ({"listen": "host:65536"}, "listen is 'host:65536', wanted HOST:PORT with a port of 0 to 65535"),
+        ({"listen": "[::1:80"}, "listen is '[::1:80', wanted HOST:PORT with a port of 0 to 65535"),
+        ({"listen": "::1]:80"}, "listen is '::1]:80', wanted HOST:PORT with a port of 0 to 65535"),
         ({"listen": 80}, "the job is wrong: Expected `str | null`, got `int` - at `$.listen`"),
         ({"program": "server.py"}, "the job is wrong: Expected `array`, got `str` - at `$.program`"),
         ({"preload": [Path("x")]}, "the job is wrong: Expected `str`, got `PosixPath` - at `$.preload[0]`"),
@@ -332,8 +335,9 @@ def test_arguments_fill_one_message_to_the_fork_server_or_are_refused(monkeypatc
         assert len(theirs.recv(2 * forkserver.LARGEST)) == forkserver.LARGEST
 
 
-def test_command_ends_with_1_and_says_what_is_wrong(capsys):
-    assert main(["run", "-n", "2", "absent.py", "-n", "3"]) == 1
+@pytest.mark.parametrize("given", [["absent.py"], ["--", "absent.py"]])
+def test_command_ends_with_1_and_says_what_is_wrong(given, capsys):
+    assert main(["run", "-n", "2", *given, "-n", "3"]) == 1
     assert capsys.readouterr().err == "aiocomms run: there is no file 'absent.py'\n"
 
 
