@@ -37,9 +37,15 @@ class _Asked(NamedTuple):
 
     def fits(self) -> bool:
         """Return whether each argument has the right type. The opening of the world checks the transport's name."""
-        timed = type(self.timeout) in (int, float) and self.timeout > 0
+        from aiocomms import arguments
+        from aiocomms.errors import ArgumentError
+
+        try:
+            arguments.seconds("timeout", self.timeout)
+        except ArgumentError:
+            return False
         named = self.transport is None or isinstance(self.transport, (str, Mapping))
-        return type(self.n) is int and self.n > 0 and timed and named
+        return type(self.n) is int and self.n > 0 and named
 
 
 class _SimulatedAs(NamedTuple):

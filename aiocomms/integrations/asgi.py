@@ -174,7 +174,9 @@ async def until_disconnect(client: Any, awaitable: Awaitable[T]) -> T:
     async def watch(scope: anyio.CancelScope) -> None:
         try:
             raised.append(await _departure(receive))
-        except Exception as error:  # The framework's receive has failed.
+        except BaseException as error:  # The framework's receive has failed.
+            if ends_task(error):
+                raise
             raised.append(error)
         scope.cancel()
 

@@ -232,6 +232,10 @@ def test_awaited_for_a_client_gives_its_result_its_error_or_the_clients_end():
             await until_disconnect(receive, asyncio.sleep(1000))
         with pytest.raises(KeyError):
             await until_disconnect(fail, asyncio.sleep(1000))
+        cancelled = asyncio.get_running_loop().create_future()
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await until_disconnect(lambda: cancelled, asyncio.sleep(1000))
 
     simulate(program, 1)
 
