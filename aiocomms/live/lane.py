@@ -346,6 +346,7 @@ class LiveLane(Handle):
 
     def close(self) -> None:
         """Make all calls fail that have not contributed, because the group is closed."""
+        self._rounds.close()
         while self._queue:
             self._queue.popleft().close()
 

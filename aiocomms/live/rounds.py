@@ -170,6 +170,10 @@ class Rounds:
                 return number, self._round(number, held)
         return None
 
+    def close(self) -> None:
+        """Release the native code, which maps the group's memory, because the group is closed."""
+        self._shortcut = None
+
     async def written(self) -> None:
         """Wait until this rank's pending writes have read the contributed tensors."""
         await self._registers.written([self._area(number, self._rank) for number in range(2)])

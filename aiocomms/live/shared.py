@@ -181,6 +181,8 @@ class SharedRegisters:
         return clock.now() < ends
 
     def _sleep(self, register: int, sleeps: bool) -> None:
+        if self._fd < 0:
+            return
         at, bit = _sleepers(register), 1 << self._rank
         held = self._words.load(at)
         while bool(held & bit) != sleeps and (found := self._words.swap(at, held, held ^ bit)) != held:
@@ -240,6 +242,7 @@ class SharedRegisters:
             self._living.clear()
             os.close(self._fd)
             self._fd = -1
+            del self._words, self._memory, self._bytes  # Only results that are being made still map the memory.
             self._ring(_ALL)
 
     def _begin(self, area: int) -> int:

@@ -9,6 +9,7 @@ import random
 import threading
 import weakref
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -393,3 +394,23 @@ async def test_call_that_waits_ends_when_its_group_is_closed(store):
             await waiting
         assert first.closed
         assert "closed" in repr(first)
+
+
+@pytest.mark.asyncio
+async def test_closed_group_maps_no_memory_while_its_handles_live(memory):
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("aiocomms live group")
+
+    before = mapped()
+    async with lanes(memory, 2) as (first, second):
+        for _ in range(2):
+            await sums([first, second])
+        waits = asyncio.create_task(second.all_reduce(number(1)))  # This rank is the first to close.
+        await turns()
+        assert mapped() > before
+    with pytest.raises(CommClosedError):
+        await waits
+    for lane in (first, second):
+        with pytest.raises(CommClosedError):
+            await lane.all_reduce(number(1))
+    assert mapped() == before
