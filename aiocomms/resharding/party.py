@@ -131,15 +131,17 @@ class Party(Handle, ABC):
         """
         failure: Exception | None = CommError("its task was cancelled")
         result = None
-        with anyio.CancelScope() as self._calling:
-            if self._abandoned:
-                self._calling.cancel()
-            try:
-                result, failure = await call(), None
-            except Exception as error:
-                failure = error
-        self._calling = None
-        self._called.ring()
+        try:
+            with anyio.CancelScope() as self._calling:
+                if self._abandoned:
+                    self._calling.cancel()
+                try:
+                    result, failure = await call(), None
+                except Exception as error:
+                    failure = error
+        finally:  # The event loop may end, and cancel all tasks.
+            self._calling = None
+            self._called.ring()
         why = "" if failure is None else as_reason(failure)
         told = await self._lane.all_gather_object((why, result), timeout=timeout)
         if failure is not None:
