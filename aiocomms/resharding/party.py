@@ -15,9 +15,10 @@ from weakref import WeakKeyDictionary
 
 import anyio
 
-from aiocomms.arguments import OpTimeout
+from aiocomms.arguments import OpTimeout, op_deadline, wrong_type
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.communicator.expected import Expected
+from aiocomms.endpoints.endpoint import Endpoint
 from aiocomms.endpoints.peer import Peer
 from aiocomms.errors import CommError, MoveLostError, as_reason
 from aiocomms.lowlevel.handles import Handle
@@ -218,6 +219,16 @@ class Party(Handle, ABC):
             for peer in self._peers.values():
                 peer.abort(error)
         await self.aclose()
+
+
+def check_open(comm: Any, here: Any, timeout: OpTimeout) -> None:
+    """Refuse a wrong call of ``open`` before it counts, because the calls of all ranks have the same numbers."""
+    if not isinstance(comm, Communicator):
+        raise wrong_type("comm", comm, "a Communicator")
+    if not isinstance(here, Endpoint):
+        raise wrong_type("here", here, "an Endpoint")
+    comm._core.demand("open")
+    op_deadline(timeout, comm._seconds)
 
 
 async def hear(peer: Peer) -> Word:

@@ -28,7 +28,7 @@ from aiocomms.lowlevel import clock, run_in_thread
 from aiocomms.lowlevel.shielding import shielded
 from aiocomms.progress.driver import Bell, Promise
 from aiocomms.resharding.chunks import Chunk, chunks_of, records_of, unchanged
-from aiocomms.resharding.party import Party, hear, say
+from aiocomms.resharding.party import Party, check_open, hear, say
 from aiocomms.resharding.plan import MovePlan, planned
 from aiocomms.resharding.protocol import (
     DIFFERS,
@@ -125,10 +125,7 @@ class Source(Party):
         :raises MoveLostError: another rank has failed or was cancelled.
         :raises CommError: this rank could not connect, or the communicator is lost or closed.
         """
-        if not isinstance(comm, Communicator):
-            raise wrong_type("comm", comm, "a Communicator")
-        if not isinstance(here, Endpoint):
-            raise wrong_type("here", here, "an Endpoint")
+        check_open(comm, here, timeout)
         if convert is not None and not callable(convert):
             raise wrong_type("convert", convert, "a function, or None")
         self = cls(comm, here, tensors, convert)

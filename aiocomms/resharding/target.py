@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, as_int, short, wrong_type
+from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, as_int, short
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.endpoints.endpoint import Endpoint
 from aiocomms.endpoints.peer import Peer
@@ -18,7 +18,7 @@ from aiocomms.lowlevel import run_in_thread
 from aiocomms.progress.driver import Bell
 from aiocomms.progress.work import Work
 from aiocomms.resharding.chunks import Chunk, chunks_of, records_of
-from aiocomms.resharding.party import Party, hear, say
+from aiocomms.resharding.party import Party, check_open, hear, say
 from aiocomms.resharding.protocol import LOST, Action, Held, Notify, Offer, Switch, TargetLeader, TargetRank
 from aiocomms.resharding.versions import VersionMemory, Weights
 from aiocomms.resharding.words import (
@@ -107,10 +107,7 @@ class Target(Party):
         :raises MoveLostError: another rank has failed or was cancelled.
         :raises CommError: the communicator is lost or closed.
         """
-        if not isinstance(comm, Communicator):
-            raise wrong_type("comm", comm, "a Communicator")
-        if not isinstance(here, Endpoint):
-            raise wrong_type("here", here, "an Endpoint")
+        check_open(comm, here, timeout)
         self = cls(comm, here, checked_version(version))
         await self._run_open(partial(self._meet, tensors, timeout))
         return self

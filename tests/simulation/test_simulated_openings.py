@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import aiocomms
+from aiocomms.errors import ArgumentError
 from aiocomms.resharding import Target
 from aiocomms.resharding.versions import VersionMemory
 from aiocomms.testing.simulation import here, simulate
@@ -36,3 +37,24 @@ def test_open_ends_when_the_loop_cancels_all_tasks_at_once(monkeypatch: pytest.M
             assert done, "open waits for its own cancelled task"
 
     simulate(program, 1, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "thread", "kind"), [(-1, 0, ArgumentError), (None, 1, RuntimeError)], ids=["deadline", "thread"]
+)
+def test_refused_open_of_one_rank_does_not_count(timeout: Any, thread: int, kind: type[Exception]) -> None:
+    """The ranks' later calls match, although one of the ranks has made one more call."""
+
+    async def program() -> int | None:
+        here().launched_as("server", here().rank, 2)
+        async with aiocomms.new_comm(timeout=60) as comm, aiocomms.open_endpoint(timeout=60) as mine:
+            if comm.rank == 0:
+                comm._core.thread += thread  # The communicator belongs to another thread for now.
+                with pytest.raises(kind, match=r"thread|timeout is -1"):
+                    await Target.open(comm, {"w": torch.zeros(2)}, mine, timeout=timeout)
+                comm._core.thread -= thread
+            async with await Target.open(comm, {"w": torch.zeros(2)}, mine) as target:
+                await comm.barrier()
+                return target.version
+
+    assert simulate(program, 2, seed=1).results == [0, 0]
