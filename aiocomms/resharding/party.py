@@ -207,9 +207,13 @@ class Party(Handle, ABC):
                 self._tell(rank, RankClosed())
             self._hears = False
 
-    @abstractmethod
     async def aclose(self) -> None:
-        """Close this rank of the source or target. Idempotent."""
+        """Close this rank of the source or target, even if the task is cancelled. A pending move fails. Idempotent."""
+        await shielded(self._close)
+
+    @abstractmethod
+    async def _close(self) -> None:
+        """Close this rank of the source or target."""
 
     async def __aenter__(self) -> Self:
         return self

@@ -365,8 +365,8 @@ class Source(Party):
         self._state, actions = self._state.lose(why)
         self._act(actions)
 
-    async def aclose(self) -> None:
-        """Close the source on this rank. A pending move fails. Idempotent."""
+    async def _close(self) -> None:
+        """See :meth:`Party._close`."""
         if not self._closed and hasattr(self, "_state"):
             self._falter(LOST, f"source rank {self._rank} was closed")
             self._state, actions = self._state.lose("the source was closed")

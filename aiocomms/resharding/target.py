@@ -356,8 +356,8 @@ class Target(Party):
             self._speaker, actions = None, actions + more
         self._act(actions)
 
-    async def aclose(self) -> None:
-        """Close the target on this rank. A pending move fails. Idempotent."""
+    async def _close(self) -> None:
+        """See :meth:`Party._close`."""
         if not self._closed:
             self._leader, actions = self._leader.lose("the target is closed")
             self._act(actions)

@@ -58,3 +58,24 @@ def test_refused_open_of_one_rank_does_not_count(timeout: Any, thread: int, kind
                 return target.version
 
     assert simulate(program, 2, seed=1).results == [0, 0]
+
+
+@pytest.mark.parametrize("closes", [0, 1])
+def test_close_whose_task_is_cancelled_is_told_to_the_other_rank(closes: int) -> None:
+    async def program() -> None:
+        here().launched_as("server", here().rank, 2)
+        async with aiocomms.new_comm(timeout=60) as comm, aiocomms.open_endpoint(timeout=60) as mine:
+            target = await Target.open(comm, {"w": torch.zeros(2)}, mine)
+            if comm.rank == closes:
+                closing = asyncio.ensure_future(target.aclose())
+                await asyncio.sleep(0)
+                closing.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await closing
+                assert not target._memory._tensors, "the target keeps its buffers"
+            await asyncio.sleep(1)
+            if comm.rank != closes:
+                assert target._leader.lost == f"target rank {closes} was closed"
+                await target.aclose()
+
+    simulate(program, 2, seed=1)
