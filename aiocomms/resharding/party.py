@@ -111,16 +111,17 @@ class Party(Handle, ABC):
             raise
         if errors:
             await self.aclose()
-            raise errors[0]
+            raise errors.pop()
 
     async def _stop_call(self) -> None:
-        """Cancel the part of ``open`` that this rank runs by itself, and free the endpoint for the next ``open``."""
+        """Cancel this rank's own part of ``open``, and free its memory and its endpoint for the next ``open``."""
         while self._calling is not None:
             self._calling.cancel()
             await self._called
-        await self._disconnect()
+        await self._free()
 
-    async def _disconnect(self) -> None:
+    async def _free(self) -> None:
+        """Release this rank's connections and memory. Idempotent."""
         for peer in list(self._peers.values()):
             await peer.aclose()
 
@@ -130,23 +131,24 @@ class Party(Handle, ABC):
         :raises MoveLostError: the function has failed on another rank.
         :raises Exception: the function has failed on this rank. The other ranks then raise MoveLostError.
         """
-        failure: Exception | None = CommError("its task was cancelled")
+        failures: list[Exception] = [CommError("its task was cancelled")]  # An error in a variable keeps its frames.
         result = None
         try:
             with anyio.CancelScope() as self._calling:
                 if self._abandoned:
                     self._calling.cancel()
                 try:
-                    result, failure = await call(), None
+                    result = await call()
+                    failures.clear()
                 except Exception as error:
-                    failure = error
+                    failures[0] = error
         finally:  # The event loop may end, and cancel all tasks.
             self._calling = None
             self._called.ring()
-        why = "" if failure is None else as_reason(failure)
+        why = as_reason(failures[0]) if failures else ""
         told = await self._lane.all_gather_object((why, result), timeout=timeout)
-        if failure is not None:
-            raise failure
+        if failures:
+            raise failures.pop()
         for rank, (why, _) in enumerate(told):
             if why:
                 raise MoveLostError(f"{self._side} rank {rank}: {why}", comm=self._comm.name, rank=self._rank)

@@ -372,8 +372,12 @@ class Source(Party):
             self._state, actions = self._state.lose("the source was closed")
             self._act(actions)
         await self._leave()
+        await self._free()
+
+    async def _free(self) -> None:
+        """See :meth:`Party._free`."""
         self._tensors, self._chunks = {}, {}
-        await self._disconnect()
+        await super()._free()
 
 
 def first(error: BaseException) -> BaseException:

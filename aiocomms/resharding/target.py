@@ -67,9 +67,11 @@ class Target(Party):
 
     _inventory: Inventory
 
-    def __init__(self, comm: Communicator, here: Endpoint, version: int) -> None:
+    def __init__(self, comm: Communicator, here: Endpoint, tensors: Tensors, version: int) -> None:
         super().__init__(comm, "target")
         self._here, self._memory = here, VersionMemory(here)
+        self._tensors = tensors
+        """The program's tensors, until they are copied."""
         self._state = TargetRank(comm.rank, (Held(version, 0),))
         self._leader = TargetLeader(comm.size, None, version)
         self._switched = Bell(self._driver)
@@ -108,18 +110,20 @@ class Target(Party):
         :raises CommError: the communicator is lost or closed.
         """
         check_open(comm, here, timeout)
-        self = cls(comm, here, checked_version(version))
-        await self._run_open(partial(self._meet, tensors, timeout))
+        self = cls(comm, here, tensors, checked_version(version))
+        await self._run_open(partial(self._meet, timeout))
+        self._background.start(self._accept)  # A cancelled open leaves all connections to the endpoint's next target.
         return self
 
-    async def _meet(self, tensors: Tensors, timeout: OpTimeout) -> None:
+    async def _meet(self, timeout: OpTimeout) -> None:
         """Prepare the buffers, exchange the inventories of all ranks, and start to receive messages."""
 
         async def prepare() -> bytes:
-            chunks = await run_in_thread(partial(chunks_of, tensors, self._here.device))
+            chunks = await run_in_thread(partial(chunks_of, self._tensors, self._here.device))
             self._memory.records = records_of(chunks)
             await self._memory.make(0)
             await self._memory.fill(0, chunks)
+            self._tensors = {}
             await self._memory.make(1)
             mine = TargetRecord(self._here.address, self._memory.records)
             return WORDS.encode(Inventory(self._leader.newest, (mine,)))
@@ -131,7 +135,6 @@ class Target(Party):
         current = versions[0] if len({*versions}) == 1 else None
         self._leader = self._leader._replace(current=current, newest=max(versions))
         self._start_hearing()
-        self._background.start(self._accept)
 
     def __repr__(self) -> str:
         versions = [it.version for it in self._state.held]
@@ -363,7 +366,12 @@ class Target(Party):
             self._act(actions)
         await self._leave()
         self._switched.ring()
-        await self._disconnect()
+        await self._free()
+
+    async def _free(self) -> None:
+        """See :meth:`Party._free`."""
+        self._tensors = {}
+        await super()._free()
         if self._speaker is not None:
             await self._speaker[1].aclose()
         for region in self._memory.drop(set()):

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import aiocomms
+from aiocomms import Communicator, Endpoint
 from aiocomms.errors import ArgumentError
-from aiocomms.resharding import Target
+from aiocomms.resharding import Source, Target
 from aiocomms.resharding.versions import VersionMemory
 from aiocomms.testing.simulation import here, simulate
 
 pytestmark = pytest.mark.deterministic
+
+
+def leave(name: str, value: bytes = b"") -> None:
+    """Leave something for the ranks of both jobs."""
+    here().world.store.set(name, value)
+
+
+async def found(name: str) -> bytes:
+    """Wait for what another rank has left."""
+    while not here().world.store.check([name]):  # noqa: ASYNC110 - another process sets it
+        await asyncio.sleep(0.005)
+    return here().world.store.get(name)
 
 
 async def for_ever(*_: Any) -> None:
@@ -79,3 +95,73 @@ def test_close_whose_task_is_cancelled_is_told_to_the_other_rank(closes: int) ->
                 await target.aclose()
 
     simulate(program, 2, seed=1)
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "failed"])
+def test_open_that_ends_early_keeps_no_weights(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory is kept, even without the garbage collector, and although the other rank has not opened its side."""
+    memories = list[VersionMemory]()
+    make = VersionMemory.make
+
+    async def noted(self: VersionMemory, number: int) -> None:
+        memories.append(self)
+        await make(self, number)
+        if ends == "failed" and number == 1:
+            raise ArgumentError("no memory")
+
+    monkeypatch.setattr(VersionMemory, "make", noted)
+
+    async def opened(comm: Communicator, mine: Endpoint) -> weakref.ref[Tensor]:
+        weights = torch.zeros(2)
+        opening = asyncio.ensure_future(Target.open(comm, {"w": weights}, mine, timeout=20))
+        await asyncio.sleep(1)
+        opening.cancel()
+        await asyncio.wait({opening})
+        assert opening.cancelled() or isinstance(opening.exception(), ArgumentError)
+        return weakref.ref(weights)
+
+    async def program() -> None:
+        here().launched_as("server", here().rank, 2)
+        async with aiocomms.new_comm(timeout=60) as comm, aiocomms.open_endpoint(timeout=60) as mine:
+            if comm.rank == 0 or ends == "failed":
+                assert (await opened(comm, mine))() is None
+                assert not any(it._tensors or it._regions for it in memories)
+            else:
+                await asyncio.sleep(5)
+                await (await Target.open(comm, {"w": torch.zeros(2)}, mine)).aclose()
+            await comm.barrier()
+
+    gc.disable()
+    try:
+        simulate(program, 2, seed=1)
+    finally:
+        gc.enable()
+
+
+def test_cancelled_open_takes_no_connection_from_the_next_target() -> None:
+    async def serve(comm: Communicator, mine: Endpoint) -> None:
+        await asyncio.sleep(5 * comm.rank)
+        first = asyncio.ensure_future(Target.open(comm, {"w": torch.zeros(2)}, mine))
+        if comm.rank == 0:
+            leave("address", mine.address)
+            await asyncio.sleep(1)
+            first.cancel()
+            await asyncio.wait({first})
+        else:
+            await (await first).aclose()
+        async with await Target.open(comm, {"w": torch.zeros(2)}, mine):
+            await found("opened")
+
+    async def program() -> None:
+        trains = here().rank == 2
+        here().launched_as("trainer" if trains else "server", here().rank % 2, 1 if trains else 2)
+        async with aiocomms.new_comm(timeout=60) as comm, aiocomms.open_endpoint(timeout=60) as mine:
+            if trains:
+                address = await found("address")
+                async with await Source.open(comm, {"w": torch.ones(2)}, mine, address) as source:
+                    await source.move(1)
+                    leave("opened")
+            else:
+                await serve(comm, mine)
+
+    simulate(program, 3, seed=1)
