@@ -17,10 +17,11 @@ import os
 import selectors
 import socket
 import struct
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, cast
 
-from aiocomms.errors import CommTimeoutError
+from aiocomms.errors import CommAbortedError, CommTimeoutError
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.handshake import (
     HANDSHAKE,
@@ -30,6 +31,7 @@ from aiocomms.lowlevel.handshake import (
     acceptor_dialogue,
     connector_dialogue,
 )
+from aiocomms.lowlevel.waker import Waker
 
 PATIENCE: Final = 5.0
 """The time in seconds within which the other end of a new connection must prove that it is a rank."""
@@ -253,6 +255,8 @@ class Gate:
         self._unconnected = set(connectors)
         self._missing = set(range(size)) - {rank}
         self._proved: dict[int, socket.socket] = {}
+        self._lock, self._waker = threading.Lock(), cast("Waker | None", None)
+        self._ended = self._given_up = False
         self._selector = selectors.DefaultSelector()
         self.entrance: Entrance = Entrance(self._selector, size + MOST_HALF_OPEN)
 
@@ -267,29 +271,56 @@ class Gate:
         :returns: a connection to each rank.
         :raises CommTimeoutError: the deadline has passed. The message names the ranks that did not connect.
         :raises AuthError: the process at the address of a rank does not prove its rank.
+        :raises CommAbortedError: :meth:`give_up` was called.
         """
+        with contextlib.closing(Waker()) as self._waker:
+            try:
+                self._meet(listeners, seconds)
+                with self._lock:
+                    self._check()
+                    self._ended = True
+                return self._proved
+            except BaseException:
+                self._close_proved()
+                raise
+            finally:
+                self.entrance.close()
+                self._selector.close()
+
+    def give_up(self) -> None:
+        """End a call of :meth:`run` whose result nobody takes, and close its connections. Any thread may call this."""
+        with self._lock:
+            self._given_up = True
+            if self._ended:
+                self._close_proved()
+        if self._waker is not None:
+            self._waker.wake()
+
+    def _meet(self, listeners: Sequence[socket.socket], seconds: float) -> None:
         ends = clock.now() + seconds
         retry = 0.0
-        try:
-            for listener in listeners:
-                listener.setblocking(False)
-                self._selector.register(listener, selectors.EVENT_READ)
-            while self._missing:
-                now = clock.now()
-                if now >= ends:
-                    raise self._late(seconds)
-                if self._unconnected and now >= retry:
-                    self._connect_missing(ends)
-                    retry = now + _PAUSE
-                self._wait(min(ends, retry if self._unconnected else ends, self.entrance.next_end()) - now)
-        except BaseException:
-            for connection in self._proved.values():
-                connection.close()
-            raise
-        finally:
-            self.entrance.close()
-            self._selector.close()
-        return self._proved
+        self._selector.register(cast("Waker", self._waker), selectors.EVENT_READ, self._waker)
+        self._check()  # A later call of give_up finds the waker.
+        for listener in listeners:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
+        while self._missing:
+            now = clock.now()
+            if now >= ends:
+                raise self._late(seconds)
+            if self._unconnected and now >= retry:
+                self._connect_missing(ends)
+                retry = now + _PAUSE
+            self._wait(min(ends, retry if self._unconnected else ends, self.entrance.next_end()) - now)
+            self._check()
+
+    def _check(self) -> None:
+        if self._given_up:
+            raise CommAbortedError("this rank has given up the connecting")
+
+    def _close_proved(self) -> None:
+        for connection in self._proved.values():
+            connection.close()
 
     def _late(self, seconds: float) -> CommTimeoutError:
         message = f"these ranks did not connect within {seconds:g} s: {sorted(self._missing)}"
@@ -315,6 +346,8 @@ class Gate:
     def _wait(self, seconds: float) -> None:
         for key, _ in self._selector.select(max(0.0, seconds)):
             half = key.data
+            if half is self._waker:
+                continue
             if half is None:
                 for proved in self.entrance.accept(key.fileobj, self._acceptor):  # type: ignore[arg-type]
                     self._keep(*proved)

@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import anyio
 import msgspec
@@ -157,10 +157,23 @@ async def shared_engine(
                 raise shared
             blame(rank, [place.trouble for place in places], [place.hindrances for place in places])
             gate = Gate(rank, key, _connectors(rank, hellos, places), size)
-            connections = await rendezvous.run(
-                "connecting to the other ranks", lambda: gate.run(listeners, _SHARE * rendezvous.left())
-            )
+            connections = await _connected(rendezvous, gate, listeners)
         yield shared, _introduce(shared, rank, hellos, places, connections, _cookies(key, rank, size))
+
+
+async def _connected(
+    rendezvous: Rendezvous, gate: Gate, listeners: Sequence[socket.socket]
+) -> Mapping[int, socket.socket]:
+    """Connect to the other ranks. If this is cancelled, the thread that connects ends, and closes its connections."""
+
+    def connect() -> dict[int, socket.socket]:
+        return gate.run(listeners, _SHARE * rendezvous.left())
+
+    try:
+        return cast("dict[int, socket.socket]", await rendezvous.run("connecting to the other ranks", connect))
+    except BaseException:
+        gate.give_up()
+        raise
 
 
 async def _outside(rendezvous: Rendezvous, mine: EngineHello, hellos: Sequence[EngineHello]) -> str | None:
