@@ -13,6 +13,7 @@ import ipaddress
 import os
 import selectors
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextvars import Context
 from typing import Final
@@ -40,31 +41,80 @@ Here = tuple[int, tuple[str, int]]
 """An address family, and an address of this host with port 0."""
 
 
+class ClosableSocket:
+    """A socket that any thread may close. The descriptor is closed when no thread waits for it any more.
+
+    The kernel gives the number of a closed descriptor to the next socket. A thread that had waited would wait for that
+    socket until its timeout.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._lock = connection, threading.Lock()
+        self._users, self._closed = 0, False
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[socket.socket]:
+        """Return the socket to a thread that may wait for it.
+
+        :raises OSError: the socket was closed.
+        """
+        with self._lock:
+            self.check()
+            self._users += 1
+        try:
+            yield self._connection
+        finally:
+            with self._lock:
+                self._users -= 1
+                self._release()
+
+    def check(self) -> None:
+        """Check that the socket is open.
+
+        :raises OSError: the socket was closed.
+        """
+        if self._closed:
+            raise OSError(errno.EBADF, "this endpoint has closed it")
+
+    def close(self) -> None:
+        """Wake a thread that waits for the socket, and close the socket. Idempotent."""
+        with self._lock:
+            self._closed = True
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+            self._release()
+
+    def _release(self) -> None:
+        if self._closed and not self._users:
+            self._connection.close()
+
+
 class SocketLine:
     """See :class:`EndpointLine`."""
 
-    def __init__(self, connection: socket.socket, seconds: float = 0) -> None:
+    def __init__(self, connection: ClosableSocket, seconds: float = 0) -> None:
         """Use an authenticated connection as a line.
 
         :param seconds: the time in seconds for all calls of the line, in total.
         :raises OSError: the other endpoint is gone.
         """
-        self._connection = tune(connection)
-        self.host: str = str(connection.getpeername()[0])
+        self._connection = connection
+        with connection.used() as used:
+            self.host: str = str(tune(used).getpeername()[0])
         self.ends: float = clock.now() + seconds
 
     def tell(self, what: bytes) -> None:
         """See :meth:`EndpointLine.tell`."""
-        with self._named():
-            self._connection.sendall(LENGTH.pack(len(what)) + what)
+        with self._named() as connection:
+            connection.sendall(LENGTH.pack(len(what)) + what)
 
     def hear(self) -> bytes:
         """See :meth:`EndpointLine.hear`."""
-        with self._named():
-            (length,) = LENGTH.unpack(read_exactly(self._connection, LENGTH.size))
+        with self._named() as connection:
+            (length,) = LENGTH.unpack(read_exactly(connection, LENGTH.size))
             if length > _MOST:
                 raise ProtocolError(f"the other endpoint sends {length} bytes, wanted at most {_MOST}")
-            return read_exactly(self._connection, length)
+            return read_exactly(connection, length)
 
     def extend(self, seconds: float) -> None:
         """See :meth:`EndpointLine.extend`."""
@@ -72,13 +122,14 @@ class SocketLine:
 
     def close(self) -> None:
         """See :meth:`EndpointLine.close`."""
-        _end(self._connection)
+        self._connection.close()
 
     @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
+    def _named(self) -> Iterator[socket.socket]:
         try:
-            self._connection.settimeout(_left(self.ends))
-            yield
+            with self._connection.used() as connection:
+                connection.settimeout(_left(self.ends))
+                yield connection
         except TimeoutError:
             raise CommTimeoutError("the other endpoint did not answer in time") from None
         except OSError as error:
@@ -93,7 +144,7 @@ class SocketCall:
         self._there, self._key, self._seconds = (host, port), key, seconds
         self._where = f"the endpoint {name} at {host}:{port}"
         try:
-            self._connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            self._connection = ClosableSocket(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
         except OSError as error:
             raise CommError(f"no connection can be made: {error}") from error
 
@@ -101,10 +152,12 @@ class SocketCall:
         """See :meth:`LineCall.run`."""
         ends = clock.now() + self._seconds
         try:
-            self._connection.settimeout(self._seconds)
-            self._connection.connect(self._there)
-            prove(self._connection, self._key, CALLER, _left(ends), ENDPOINT)
-            return SocketLine(self._connection, _left(ends))
+            with self._connection.used() as connection:
+                connection.settimeout(self._seconds)
+                connection.connect(self._there)
+                self._connection.check()  # A socket that was not connected could not be shut down.
+                prove(connection, self._key, CALLER, _left(ends), ENDPOINT)
+                return SocketLine(self._connection, _left(ends))
         except TimeoutError:
             raise CommTimeoutError(f"{self._where} did not answer within {self._seconds:g} s") from None
         except OSError as error:
@@ -112,7 +165,7 @@ class SocketCall:
 
     def hang_up(self) -> None:
         """See :meth:`LineCall.hang_up`."""
-        _end(self._connection)
+        self._connection.close()
 
 
 class SocketReception:
@@ -202,7 +255,7 @@ class SocketReception:
         try:
             stranger = self._guarded and owner(connection) not in (None, os.geteuid())
             connection.setblocking(True)
-            line = SocketLine(connection)
+            line = SocketLine(ClosableSocket(connection))
         except OSError:  # The other end is gone again.
             stranger = True
         if stranger:
@@ -265,13 +318,6 @@ def _listen(host: str, here: Here) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def _end(connection: socket.socket) -> None:
-    """Close a connection, and wake the thread that waits for data from the connection."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
 
 
 def _left(ends: float) -> float:
