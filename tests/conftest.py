@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -121,6 +122,23 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for seconds in ("PATIENCE", "LONGER", "WRITING"):
         monkeypatch.setattr(postmortem, seconds, PATIENCE)
+
+
+@pytest.fixture
+def modules_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make ``pytester`` restore ``sys.modules`` without emptying it first.
+
+    Another thread may import meanwhile. It would import ``_io`` anew, whose errors no earlier module catches.
+    """
+
+    def restore(snapshot: Any) -> None:
+        saved, preserve = snapshot._SysModulesSnapshot__saved, snapshot._SysModulesSnapshot__preserve
+        saved |= {name: module for name, module in list(sys.modules.items()) if preserve and preserve(name)}
+        for name in sys.modules.keys() - saved.keys():
+            sys.modules.pop(name, None)
+        sys.modules.update(saved)
+
+    monkeypatch.setattr("_pytest.pytester.SysModulesSnapshot.restore", restore)
 
 
 @pytest.fixture

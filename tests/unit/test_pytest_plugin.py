@@ -12,7 +12,7 @@ import sys
 import pytest
 from processes import HANGS
 
-pytestmark = [pytest.mark.deterministic, pytest.mark.slow]
+pytestmark = [pytest.mark.deterministic, pytest.mark.slow, pytest.mark.usefixtures("modules_stay")]
 
 # Pytester removes a run's imports from sys.modules. Import them here once, for torch cannot be imported twice.
 for _module in ("aiocomms.functional", "aiocomms.testing", "aiocomms_local", "trio", "uvloop", "pytest_asyncio"):

@@ -8,7 +8,7 @@ import shlex
 
 import pytest
 
-pytestmark = [pytest.mark.deterministic, pytest.mark.slow]
+pytestmark = [pytest.mark.deterministic, pytest.mark.slow, pytest.mark.usefixtures("modules_stay")]
 
 # Pytester removes a run's imports from sys.modules. Import them here once, for torch cannot be imported twice.
 for _module in (
