@@ -1,8 +1,9 @@
 """A direction from one rank to another: a NCCL communicator of the two ranks, with its own stream.
 
 The receiver makes the communicator's id, and sends the id to the sender. Both ranks join the communicator, each in a
-thread. If the other rank is missing, NCCL waits without end for a join or a message. So a rank that closes reports its
-progress in each direction to the other rank. The other rank then ends the messages that the closed rank does not carry.
+thread. NCCL has no timeout: if the other rank does not join or does not pass a message to NCCL, this rank waits
+forever. So a rank that closes its transport sends its progress in both directions to the other rank. The progress
+includes the number of messages that the closed rank has passed to NCCL. The other rank then ends all other messages.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from aiocomms_nccl.launcher import Launcher
 from aiocomms_nccl.nccl import Nccl, NcclComm
 
 _SENDER: Final = 0
-"""The sender's rank in a direction's communicator. The receiver's rank is 1."""
+"""The rank of the sender in the communicator of a direction. The rank of the receiver is 1."""
 AT_ONCE: Final = 16
-"""The most messages of a direction, or collectives of a channel, that are enqueued in NCCL at once.
+"""The maximum number of unfinished messages of a direction, or unfinished collectives of a channel, in NCCL.
 
-CUDA blocks a thread that enqueues too many calls. If receives blocked the loops of two ranks, neither rank would post
-the sends that the other rank's receives wait for."""
+CUDA blocks a thread that enqueues too many calls. Without this limit, two ranks could block their loops with receives.
+Then neither rank could post the sends for which the other rank's receives wait."""
 
 
 class Forming(Protocol):
@@ -41,17 +42,20 @@ class Forming(Protocol):
     aborted: bool
 
     def spawn(self, call: Callable[[], Any], then: Callable[[Any], object]) -> None:
-        """Run a blocking call in a thread, then call ``then`` on the loop's thread. An error loses the communicator."""
+        """Run ``call`` in a thread, and then call ``then`` with the result on the loop's thread.
+
+        If ``call`` raises an error, the transport's communicator is lost.
+        """
 
     def comm_stream(self, comm: NcclComm, rank: int, size: int) -> CommStream:
-        """Return a communicator with a stream."""
+        """Return the communicator ``comm`` together with its own CUDA stream."""
 
     def end(self, comm_stream: CommStream) -> None:
-        """Abort a communicator of a direction, in a thread."""
+        """Start a thread that aborts the communicator of a direction."""
 
 
 class Posted:
-    """A send or a receive, and the position in the caller's stream after which it starts."""
+    """A send or a receive, and a position in the caller's stream. The op starts after this position."""
 
     __slots__ = ("after", "op", "work")
 
@@ -62,22 +66,22 @@ class Posted:
 
 
 class Direction:
-    """The messages from one rank to another.
+    """The queue of the messages from one rank to another rank.
 
     Methods run on the loop's thread, unless their docstrings say otherwise.
     """
 
     def __init__(self, owner: Forming, sends: bool) -> None:
-        """Make a direction that is not formed yet. Messages wait until the direction is formed.
+        """Create a direction without a communicator. Messages wait until the communicator is formed.
 
         :param sends: whether this rank is the sender.
         """
         self.comm_stream: CommStream | None = None
-        """The communicator; None before it has formed and after it has ended."""
+        """The communicator. None means that the communicator is not formed yet, or is already aborted."""
         self.begun = False
-        """True once this rank has begun to form the communicator."""
+        """True if this rank has begun to form the communicator."""
         self.carried = 0
-        """The number of messages that this rank has launched."""
+        """The number of messages that this rank has passed to NCCL."""
         self._owner = owner
         self._sends = sends
         self._rank = _SENDER if sends else 1 - _SENDER
@@ -89,7 +93,7 @@ class Direction:
         self._lock = threading.Lock()  # orders the start of a join and the close of the other rank
 
     def form(self, unique_id: Callable[[], bytes]) -> None:
-        """Join the communicator in a thread, which calls ``unique_id`` first."""
+        """Join the communicator in a thread. The thread first calls ``unique_id`` to get the communicator's id."""
         self.begun = True
         self._owner.spawn(functools.partial(self._join, unique_id), self._formed)
 
@@ -122,7 +126,7 @@ class Direction:
             self._flush()
 
     def add(self, posted: Posted, nbytes: int, outcome: Any) -> None:
-        """Send or receive a message after all earlier messages of the direction.
+        """Enqueue a message behind all earlier messages of the direction.
 
         Both ranks add messages in the same order.
         """
@@ -151,11 +155,11 @@ class Direction:
         self._flush()
 
     def close_peer(self, carried: int, begun: bool, error: CommError) -> None:
-        """End the messages that the other rank does not carry, because that rank has closed.
+        """End the messages that the other rank did not pass to NCCL before it closed its transport.
 
-        :param carried: the number of messages that the other rank has given to NCCL.
+        :param carried: the number of messages that the other rank has passed to NCCL.
         :param begun: whether the other rank has begun to form the direction.
-        :param error: the error of the messages that the other rank has not given to NCCL.
+        :param error: the error for the messages that the other rank has not passed to NCCL.
         """
         self._most = carried
         due = max(0, carried - self.carried)
@@ -170,19 +174,20 @@ class Direction:
         self._cut()
 
     def _cut(self) -> None:
-        """End the communicator if only messages are left that the closed rank does not carry."""
+        """Abort the communicator if the closed rank has passed none of the unfinished messages to NCCL."""
         comm_stream = self.comm_stream
         if self._most is not None and comm_stream is not None and self.carried > self._finished >= self._most:
             self.comm_stream = None
             self._owner.end(comm_stream)
 
     def release(self, error: CommError) -> bool:
-        """Release a thread that waits for a missing rank: another thread joins in the place of that rank.
+        """Unblock the thread that joins the communicator, if the other rank does not join.
 
-        NCCL has no other way to end a join. If NCCL accepts two ranks on one GPU, the second thread then aborts the
-        communicator. Otherwise both joins fail. Any thread may call this method.
+        A second thread joins in place of the missing rank, because NCCL has no other way to end a join. If NCCL accepts
+        two ranks on one GPU, both joins succeed, and both threads abort the communicator. If NCCL does not accept two
+        ranks on one GPU, both joins fail. Any thread may call this method.
 
-        :returns: whether a thread waits.
+        :returns: whether a thread was waiting in a join.
         """
         with self._lock:
             self._error = self._error or error

@@ -1,8 +1,9 @@
-"""The reductions that NCCL can do, and the NCCL dtypes and operators that represent torch's.
+"""The reductions that NCCL can do, and the NCCL dtypes and operators that represent torch's dtypes and operators.
 
-Ops that only move data move bytes. A reduction is native if NCCL has the dtype, or another dtype with the same
-arithmetic. For sums, a complex number is two real numbers. A bool is a byte of 0 or 1: the minimum is "and", and the
-maximum is "or". "xor" is true if the sum is odd. The core expresses every other reduction as messages.
+Ops that only move data need no dtype: NCCL moves the data as bytes. NCCL does a reduction itself if NCCL supports the
+dtype, or supports another dtype with the same arithmetic. NCCL adds a complex number as two real numbers. For NCCL, a
+bool is a byte with the value 0 or 1. For bools, NCCL's minimum computes "and", and NCCL's maximum computes "or". NCCL's
+sum computes "xor": the result is true if the sum is odd. The core implements all other reductions with messages.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _BOOL: Final = {"min": nccl.MIN, "max": nccl.MAX, "band": nccl.MIN, "bor": nccl.
 _ADDING: Final = frozenset({"sum", "avg", "premul_sum"})
 
 HALVES: Final = frozenset({torch.float16, torch.bfloat16})
-"""The dtypes whose intermediate results NCCL rounds after each rank's contribution."""
+"""The dtypes in which NCCL rounds the intermediate result each time NCCL includes the contribution of a rank."""
 
 REDUCTIONS: Final = {
     **{dtype: frozenset(_OPS) for dtype in _NATIVE},
@@ -51,20 +52,20 @@ REDUCTIONS: Final = {
 
 
 class Reduction(NamedTuple):
-    """The steps by which NCCL reduces a dtype."""
+    """The way in which NCCL does one reduction on one torch dtype."""
 
     dtype: int
     parts: int
     """The number of NCCL elements in one torch element."""
     op: int
     scaled: bool
-    """True if each rank's contribution is multiplied by the operator's factor first."""
+    """True if each rank multiplies its contribution by a factor before the reduction, as in ``premul_sum``."""
     odd: bool
-    """True if the result is the lowest bit of NCCL's result."""
+    """True if the reduction's result is only the lowest bit of the value that NCCL computes."""
 
 
 def reduction(op: ReduceOp, dtype: torch.dtype) -> Reduction:
-    """Return NCCL's dtype, operator and steps for a reduction that is in :data:`REDUCTIONS`."""
+    """Return the way in which NCCL does a reduction that is in :data:`REDUCTIONS`."""
     return _reduction(op.kind, dtype)
 
 

@@ -1,9 +1,11 @@
-"""The collectives of lanes on one rank, and the common log, which determines the launch order on all ranks.
+"""The lanes of one rank, and the log of their collectives, which determines the launch order on all ranks.
 
-Each rank announces its calls to the sequencer on rank 0. The sequencer sends the log to all ranks in frames on the
-control connections. A collective is in the log only after all ranks have called it. A rank that gives up a lane
-notifies the sequencer. The sequencer answers when the lane gets no more entries in the log. The lane's collectives in
-the log complete on all ranks. No other collective of the lane is launched.
+Each rank announces its calls of lane collectives to the sequencer on rank 0. The sequencer appends a collective to the
+log after all ranks have called it. The sequencer sends the log to all ranks, in frames on the control connections.
+
+If a rank aborts a lane that has collectives outside the log, the rank notifies the sequencer. The sequencer's answer
+means that the log gets no more entries of this lane. Collectives of this lane that are already in the log complete on
+all ranks. All other collectives of this lane are never launched.
 """
 
 from __future__ import annotations
@@ -25,9 +27,12 @@ from aiocomms_nccl.control import Control
 from aiocomms_nccl.sequencer import Sequencer
 
 SEQUENCER: Final = 0
-"""The rank whose sequencer makes the log."""
+"""The rank on which the sequencer runs. The sequencer writes the log."""
 _TURNS: Final = 8
-"""The turns of the loop without frames after which the sequencer names the missing ranks to the waiting ranks."""
+"""The number of loop iterations without frames after which the sequencer sends the missing ranks to waiting ranks.
+
+A missing rank has not called a collective for which other ranks wait.
+"""
 
 
 class LaneOwner(ChannelsOwner, Protocol):
@@ -38,7 +43,7 @@ class LaneOwner(ChannelsOwner, Protocol):
     def plan(self, op: ops.Op) -> CallPlan:
         """Plan a collective.
 
-        :raises CommError: the collective needs GPU memory, and none is free.
+        :raises CommError: the collective needs GPU memory, but no GPU memory is free.
         """
 
 
@@ -53,12 +58,12 @@ class _Lane:
         self.ordered: list[PostedInLane] = []
         """The collectives that are in the log."""
         self.error: CommError | None = None
-        """The error with which the lane was given up.
+        """The error of the lane, if this rank has aborted the lane or the sequencer's rank has closed; else None.
 
-        The :attr:`waiting` collectives get it when the sequencer ends the lane.
+        When the lane ends, the :attr:`waiting` collectives fail with this error.
         """
         self.missing: Sequence[int] = ()
-        """The ranks that are known not to have called the first collective in :attr:`waiting`."""
+        """The ranks that have not called the first collective in :attr:`waiting`, as far as this rank knows."""
 
 
 class LaneLog:
@@ -117,7 +122,7 @@ class LaneLog:
             self._end(lane)
 
     def leave(self, rank: int) -> None:
-        """Handle the close of a rank. Collectives that need the rank fail."""
+        """Handle the event that a rank has closed its transport. The collectives that wait for this rank fail."""
         if self._sequencer is not None:
             self._sequencer.leave(rank)
         elif rank == SEQUENCER:
@@ -127,14 +132,15 @@ class LaneLog:
                 self._end(lane)
 
     def end_of(self, work: Completion) -> Any:
-        """Return the end of a collective for :meth:`Launcher.wait_stream`; None if the collective is not launched."""
+        """Return the object with which :meth:`Launcher.wait_stream` waits for a collective; None before the launch."""
         posted = self._posted.get(work)
         return None if posted is None else posted.end
 
     def waiting_for(self, work: Completion) -> Sequence[int] | None:
-        """Return the ranks for which a collective, or an earlier collective of its lane, waits.
+        """Return the ranks for which a collective waits.
 
-        Any thread may call this.
+        These ranks have not called the collective, or have not called an earlier collective of the same lane. Any
+        thread may call this method.
 
         :returns: the ranks; None if the collective belongs to no lane.
         """
@@ -154,7 +160,7 @@ class LaneLog:
         return self._channels.comm_streams(busy=busy)
 
     def clear(self) -> None:
-        """Drop all collectives. The transport calls this method at its end."""
+        """Drop all collectives. The transport calls this method at the end of its close."""
         self._lanes.clear()
         self._posted.clear()
         self._channels.clear()
@@ -162,7 +168,10 @@ class LaneLog:
     # -------------------------------------------------------------------------------------------- frames to other ranks
 
     def _soon(self) -> None:
-        """Send the first call or entry in a turn of the loop at once. Send the others together in the next turn."""
+        """Send the first call or log entry of a loop iteration immediately.
+
+        Further calls and entries of the iteration are sent together in the next iteration.
+        """
         if self._fresh and (self._calls or self._entries):
             self._fresh = False
             self._flush()
@@ -170,11 +179,11 @@ class LaneLog:
             self._owner.control.wake()
 
     def turn(self, came: bool) -> None:
-        """Send the calls and entries of this turn of the loop.
+        """Send the calls and log entries that are not sent yet.
 
-        The transport calls this after it has handled all frames.
+        The transport calls this method in each loop iteration, after it has handled all frames.
 
-        :param came: whether frames arrived in this turn.
+        :param came: whether frames arrived in this iteration.
         """
         self._flush()
         self._fresh = True
@@ -186,7 +195,10 @@ class LaneLog:
                 self._tell_news(self._sequencer)
 
     def _flush(self) -> None:
-        """Send calls to the sequencer and entries to all ranks. Then launch the entries, because frames take longer."""
+        """Send the calls to the sequencer, and the log entries to all ranks. Then launch the entries' collectives.
+
+        The launch comes last, because the frames need more time than the launch.
+        """
         calls, self._calls = self._calls, []
         entries, self._entries = self._entries, []
         control = self._owner.control
@@ -201,7 +213,7 @@ class LaneLog:
                 self._launch(lane)
 
     def _tell_news(self, sequencer: Sequencer) -> None:
-        """Send each waiting rank the numbers of the ranks for which it waits."""
+        """Send to each waiting rank the list of the ranks for which it waits."""
         waits: dict[int, list[tuple[int, list[int]]]] = {}
         for lane, ranks, missing in sequencer.news():
             for rank in ranks:
@@ -213,7 +225,7 @@ class LaneLog:
     # -------------------------------------------------------------------------------------------- frames of other ranks
 
     def handle(self, peer: int, frame: wire.LaneFrame) -> None:
-        """Act on a frame about lanes.
+        """Handle a frame about lanes.
 
         :raises ProtocolError: the frame is invalid.
         """
@@ -229,7 +241,7 @@ class LaneLog:
     def _obey(
         self, frame: wire.LaneEntries | wire.LaneEnd | wire.LaneFault | wire.LaneWaits | wire.FormChannels
     ) -> None:
-        """Act on a frame from the sequencer."""
+        """Handle a frame from the sequencer."""
         if isinstance(frame, wire.LaneEntries):
             for lane in frame.lanes:
                 self._launch(lane)
@@ -279,7 +291,7 @@ class LaneLog:
             self._owner.control.send(rank, wire.LaneFault(lane, Reason.of(error, SEQUENCER)))
 
     def _launch(self, lane: int) -> None:
-        """Launch the next collective of a lane that is in the log."""
+        """Launch the next collective of a lane, after the sequencer has appended this collective to the log."""
         found = self._lanes.get(lane)
         if found is None or not found.waiting:
             raise ProtocolError(f"rank {SEQUENCER} orders a collective of a lane that was not called", peer=SEQUENCER)
@@ -292,7 +304,7 @@ class LaneLog:
     # ---------------------------------------------------------------------------------------------- ends of collectives
 
     def _ended(self, posted: PostedInLane) -> None:
-        """End a collective that the GPU has completed. Its tensors were kept until now."""
+        """Complete the work of a collective that the GPU has finished. Until this call, the tensors are kept alive."""
         found = self._lanes[posted.lane]
         found.ordered.remove(posted)
         self._forget(posted, found)
@@ -304,7 +316,7 @@ class LaneLog:
             del self._lanes[posted.lane]
 
     def _end(self, lane: int) -> None:
-        """End the waiting collectives of a lane that was given up, because they never enter the log."""
+        """Fail the waiting collectives of a lane with the lane's error, because they never enter the log."""
         found = self._lanes.get(lane)
         while found is not None and found.waiting:
             posted = found.waiting.popleft()
@@ -313,7 +325,7 @@ class LaneLog:
             conclude(posted.work, found.error)
 
     def _fail(self, lane: int, error: CommError) -> None:
-        """Fail the first waiting collective of a lane, and lose the communicator."""
+        """Fail the first waiting collective of a lane. This failure also marks the communicator as lost."""
         found = self._lanes.get(lane)
         if found is not None and found.waiting and found.error is None:
             conclude(found.waiting[0].work, error)

@@ -1,8 +1,8 @@
-"""The interface of launchers, and the reference launcher, which calls NCCL on the loop's thread with CuPy and torch.
+"""The interface of launchers, and the reference launcher in Python, which uses CuPy and torch.
 
-A launcher calls NCCL for the ops of one transport, and tells the loop when the ops are done. There are two launchers.
-:class:`PythonLauncher` calls NCCL on the loop's thread. :class:`aiocomms_nccl.native.NativeLauncher` calls NCCL in a
-native thread. Both have the same interface.
+A launcher calls NCCL for the ops of one transport, and notifies the loop when the ops are done. There are two
+launchers. :class:`PythonLauncher` calls NCCL on the loop's thread. :class:`aiocomms_nccl.native.NativeLauncher` calls
+NCCL in a native thread. Both have the same interface.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from aiocomms_nccl.nccl import Nccl
 Then = Callable[[], object]
 """The function that the loop's thread calls when an op is done.
 
-The function keeps all objects of the op alive until then.
+The function holds references to all objects of the op, so that these objects stay alive until the call.
 """
 
 
@@ -32,13 +32,13 @@ class LauncherOwner(Protocol):
     aborted: bool
 
     def call_nccl(self, what: str, call: Callable[[], object]) -> bool:
-        """Call NCCL. Return False if the call failed and the communicator is lost."""
+        """Call NCCL. Return True on success. On failure, mark the communicator as lost and return False."""
 
     def lose(self, error: CommError) -> None:
-        """Lose the communicator."""
+        """Mark the communicator as lost."""
 
     def lose_cuda(self, error: RuntimeError) -> None:
-        """Lose the communicator, because CUDA has failed."""
+        """Mark the communicator as lost, because CUDA has failed."""
 
 
 class Launcher(Protocol):
@@ -46,10 +46,13 @@ class Launcher(Protocol):
 
     @property
     def parked(self) -> bool:
-        """True while threads sleep until the running ops end."""
+        """True while the launcher's threads wait until ops end, so that the loop need not call :meth:`poll`."""
 
     spin: int
-    """The turns of the loop that should call :meth:`poll` before threads sleep; 0 if no polls are needed."""
+    """The number of loop iterations that should call :meth:`poll` before the launcher's threads wait until ops end.
+
+    0 means that the loop need not poll.
+    """
 
     def __len__(self) -> int:
         """Return the number of running ops."""
@@ -61,54 +64,73 @@ class Launcher(Protocol):
         """Return the current position in the caller's stream, for one call of :meth:`launch`."""
 
     def launch(self, cs: CommStream, what: str, plan: CallPlan, after: Any, then: Then) -> Any:
-        """Enqueue a plan after all plans that were launched on this communicator before.
+        """Enqueue the NCCL calls of a plan behind all earlier plans of this communicator.
 
-        A failure of NCCL or CUDA loses the communicator, at once or when :meth:`poll` notices the failure.
+        A failure of NCCL or CUDA marks the communicator as lost, either in this call or in a later :meth:`poll`.
 
-        :param what: the name of the op, for errors.
-        :param after: the position for which the communicator's stream waits.
-        :param then: called when the op is done.
-        :returns: the op's end, for :meth:`wait_stream`; None if the communicator is lost.
+        :param what: the name of the op, for error messages.
+        :param after: the position in the caller's stream, from :meth:`mark`. The plan starts after this position.
+        :param then: the function that the loop's thread calls when the op is done.
+        :returns: an object that represents the end of the op, for :meth:`wait_stream`; None if the communicator is
+            lost.
         """
 
     def wait_stream(self, end: Any, stream: Any) -> None:
-        """Make a stream wait for an op's end. Block until NCCL has been called for the op."""
+        """Make a CUDA stream wait for the end of an op.
+
+        This method blocks the calling thread until the launcher has called NCCL for the op.
+        """
 
     def settle(self) -> None:
-        """Block until NCCL has been called for all launched plans. After that, the caller may call NCCL."""
+        """Block until the launcher has called NCCL for all launched plans.
+
+        After that, the caller may call NCCL itself.
+        """
 
     def poll(self) -> bool:
-        """Call the functions of the ops that are done. Return whether any op or failure was handled."""
+        """Call the function ``then`` of each op that is done. Return whether an op or a failure was handled."""
 
     def cut(self, cs: CommStream | None = None) -> None:
-        """Make no more NCCL calls for one communicator or for all communicators. Any thread may call this method."""
+        """Prevent further NCCL calls for a communicator, or for all communicators if ``cs`` is None.
+
+        Any thread may call this method.
+        """
 
     def leave(self, cs: CommStream, patience: float) -> bool:
-        """Wait until a communicator has neither waiting nor running calls. This method runs in a thread.
+        """Wait until all NCCL calls for a communicator have returned and no more calls are queued.
+
+        This method blocks, so call it in a thread.
 
         :returns: False if the wait takes longer than ``patience`` seconds.
         """
 
     def quiet(self, cs: CommStream) -> Callable[[], None]:
-        """Return a blocking function that waits for all ops launched on a communicator until now.
+        """Return a function that waits for all ops that were launched on a communicator before this call.
 
-        Call this function in a thread.
+        The returned function blocks, so call it in a thread.
         """
 
     def drain(self) -> None:
-        """Wait until all ops have ended, and forget the ops. This method runs in a thread at the transport's end."""
+        """Wait until all ops have ended, and drop them.
+
+        The transport calls this method in a thread during its close.
+        """
 
     def close(self) -> None:
-        """Release threads and descriptors. This method runs in a thread at the transport's end."""
+        """Release the launcher's threads and file descriptors.
+
+        The transport calls this method in a thread during its close.
+        """
 
 
 def end_comm(launcher: Launcher, cs: CommStream, abort: bool, patience: float) -> None:
-    """Abort or destroy a communicator after its launcher has stopped using it. This function blocks.
+    """Wait until the launcher no longer uses a communicator, and then abort or destroy it. This function blocks.
 
-    If the launcher does not stop in time, the GPU blocks the launcher in an NCCL call. Only an abort ends that call, so
-    this function then always aborts the communicator.
+    If the wait exceeds ``patience``, the launcher is blocked in an NCCL call that waits for the GPU. Only an abort of
+    the communicator ends such a call. So this function aborts the communicator in this case, even if ``abort`` is
+    False.
 
-    :param patience: the most seconds to wait for the launcher.
+    :param patience: the maximum time to wait for the launcher, in seconds.
     """
     left = launcher.leave(cs, patience)
     launcher.cut(cs)
@@ -119,13 +141,13 @@ def end_comm(launcher: Launcher, cs: CommStream, abort: bool, patience: float) -
 
 
 class PythonLauncher:
-    """The launcher that calls NCCL at once on the loop's thread. See :class:`Launcher`."""
+    """The launcher that calls NCCL on the loop's thread, within :meth:`launch`. See :class:`Launcher`."""
 
     def __init__(self, owner: LauncherOwner, wake: Callable[[], None], spin: int) -> None:
-        """Start with no ops.
+        """Create a launcher without ops.
 
         :param wake: a function that makes the loop call :meth:`poll`. Any thread may call this function.
-        :param spin: the number of polls without a result after which threads sleep on events.
+        :param spin: the number of unsuccessful polls after which threads wait for the CUDA events of the ops.
         """
         self.spin = spin
         """See :attr:`Launcher.spin`."""
@@ -154,7 +176,7 @@ class PythonLauncher:
         return self.carry_out(cs, what, plan, functools.partial(self._finish, after, then))
 
     def carry_out(self, cs: CommStream, what: str, plan: CallPlan, then: Then) -> Event | None:
-        """Enqueue a plan on a stream that already waits for the caller's stream."""
+        """Enqueue a plan. The communicator's stream must already wait for the caller's stream."""
         if not self._owner.call_nccl(what, functools.partial(cs.carry_out, plan)):
             return None
         return self._completions.add(cs.stream, functools.partial(_done, then, plan.kept) if plan.kept else then)
@@ -200,5 +222,8 @@ class PythonLauncher:
 
 
 def _done(then: Then, kept: object) -> None:
-    """Call ``then``. A ``functools.partial`` of this function keeps ``kept`` alive until the call."""
+    """Call ``then``.
+
+    A caller makes a ``functools.partial`` of this function, so that the object ``kept`` stays alive until the call.
+    """
     then()

@@ -1,12 +1,12 @@
-"""The matching of sends with receives on the host. NCCL then carries the data.
+"""The matching of sends with receives on the host. After the match, NCCL transfers the data.
 
-NCCL has no tags. NCCL's sends and receives match in the order of the calls, hang if sizes differ, and cannot be
-withdrawn. So a sender announces a message on the control connection. The receiver matches the message with a receive,
-and notifies the sender. Then both ranks call NCCL.
+NCCL has no tags, and matches sends with receives in the order of the calls. If the sizes differ, the ranks hang.
+NCCL cannot withdraw a send or a receive. So a sender announces a message on the control connection. The receiver
+matches the message with a receive, and notifies the sender. After that, both ranks call NCCL.
 
-Each direction between two ranks has its own communicator and stream, a :class:`Direction`. The ranks form a direction
-for its first message. If both directions or several pairs shared a communicator, two ranks that receive first would
-deadlock.
+Each direction between two ranks is a :class:`Direction` with its own communicator and stream. The two ranks form the
+communicator when the first message of the direction is matched. Two directions never share a communicator. Otherwise,
+two ranks would deadlock if each of them first received from the other rank.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class MatcherOwner(Forming, Protocol):
     control: Control
 
     def closed_by(self, peer: int) -> CommError | None:
-        """Return the error of ops that need a rank if the rank has closed, else None."""
+        """Return the error for ops that need ``peer``, or None if ``peer`` has not closed its transport."""
 
 
 class Matcher:
@@ -57,7 +57,9 @@ class Matcher:
         return [one.comm_stream for one in list(self._directions.values()) if one.comm_stream is not None]
 
     def check_not_captured(self) -> None:
-        """Refuse messages, and ops that consist of messages, while the current stream is being captured.
+        """Raise an error if the current stream is being captured.
+
+        The caller is about to start a message, or an op that is implemented with messages.
 
         :raises UnsupportedOperation: the current stream is being captured.
         """
@@ -70,7 +72,8 @@ class Matcher:
     def post(self, op: ops.Send | ops.Recv | ops.Probe, work: Completion) -> None:
         """Start a send, a receive or a probe.
 
-        :raises UnsupportedOperation: the op is no probe, and the current stream is being captured.
+        :raises UnsupportedOperation: the current stream is being captured. A probe does not raise this error, and a
+            take without an arrived message does not raise it.
         """
         if isinstance(op, ops.Probe):
             self._probe(op, work)
@@ -107,7 +110,10 @@ class Matcher:
         self._take(key[0], message, posted)
 
     def _probe(self, op: ops.Probe, work: Completion) -> None:
-        """Complete a probe with the oldest message that a receive would take, or keep the probe if there is none."""
+        """Complete a probe with the oldest unmatched message of the probe's source, channel and tag.
+
+        If no such message has arrived, store the probe until one arrives.
+        """
         key = (op.src, op.channel, op.tag)
         if (closed := self._owner.closed_by(op.src)) is not None:
             work.fail(closed)
@@ -117,7 +123,7 @@ class Matcher:
             self._probes[key].append((op, work))
 
     def withdraw(self, work: Completion) -> bool:
-        """Withdraw a receive or a probe. Return False if a message has already matched it."""
+        """Withdraw a receive or a probe. Return False if the receive or the probe has already matched a message."""
         op = work.op
         if isinstance(op, ops.Probe):
             return self._withdraw_probe(op, work)
@@ -144,9 +150,9 @@ class Matcher:
         return True
 
     def release(self, error: CommError) -> bool:
-        """Release threads that form directions with missing ranks. Any thread may call this method.
+        """Unblock the threads that wait for missing ranks to join a communicator. Any thread may call this method.
 
-        :returns: whether there are such threads.
+        :returns: whether at least one thread was waiting.
         """
         released = [direction.release(error) for direction in list(self._directions.values())]
         return any(released)
@@ -161,7 +167,7 @@ class Matcher:
         )
 
     def close_peer(self, peer: int, progress: wire.Progress, error: CommError) -> None:
-        """Fail all messages that wait for a rank that has closed.
+        """Fail all messages that wait for the rank ``peer``, which has closed its transport.
 
         :param progress: the closed rank's progress in the two directions with this rank.
         """
@@ -202,7 +208,7 @@ class Matcher:
         self._transfer(peer, posted, frame.nbytes, OP_RESULT)
 
     def handle_direction(self, peer: int, frame: wire.DirectionRequest) -> None:
-        """Form the direction to a rank that has matched the first message from this rank."""
+        """Form the communicator of the direction to ``peer``, after ``peer`` has matched this rank's first message."""
         self._direction(peer, sends=True).form(lambda: frame.unique_id)
 
     # ------------------------------------------------------------------------------------------------ transfers
@@ -231,7 +237,10 @@ class Matcher:
         return direction
 
     def _request_direction(self, peer: int) -> bytes:
-        """Ask the sender to form a new communicator. This method runs in a thread."""
+        """Make the id of a new communicator, and ask the sender to join the communicator.
+
+        This method runs in a thread.
+        """
         unique_id = self._owner.library.unique_id()
         self._owner.control.send(peer, wire.DirectionRequest(unique_id))
         return unique_id

@@ -1,4 +1,4 @@
-"""The launcher in native code (``aiocomms_launcher``): one native thread for each device calls NCCL."""
+"""The launcher in native code (``aiocomms_launcher``), in which one native thread for each device calls NCCL."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     import aiocomms_launcher as native
 
 DONE, NCCL_FAILED, CUDA_FAILED, DROPPED, ASLEEP = range(5)
-"""The outcomes of an op, with the numbers of the native module.
+"""The outcomes of an op. The native module uses the same numbers.
 
-For a dropped op, NCCL was not called. :data:`ASLEEP` is not an op's outcome: it means that threads sleep until running
-ops end."""
+``DROPPED`` means that NCCL was not called for the op. ``ASLEEP`` is not the outcome of an op. It means that the native
+threads sleep until running ops end."""
 _MODULE: Final = "aiocomms_launcher"
 SPIN_US: Final = 50
-"""Microseconds for which native threads poll for the next op or for the end of an op before they sleep."""
+"""The time for which native threads poll for a new op or for the end of an op before they sleep, in microseconds."""
 _DIRECT_SPIN: Final = 0
-"""The polls before a thread sleeps until an op with torch kernels ends.
+"""The number of polls for the end of an op with torch kernels, before a thread sleeps until the op ends.
 
-With this launcher, the loop polls only when woken.
+The number is 0, because with this launcher the loop polls only after a thread has woken the loop.
 """
 _PATIENCE: Final = 1.0
-"""Seconds that the close waits for threads that CUDA or NCCL may block."""
+"""The maximum time to wait for the end of native threads, in seconds. A thread may be blocked in CUDA or NCCL."""
 
 
 class _Shared:
@@ -47,7 +47,7 @@ class _Shared:
         self._users: dict[object, tuple[native.Launcher, int]] = {}
 
     def acquire(self, functions: Mapping[str, int], device: int) -> tuple[object, native.Launcher]:
-        """Return the launcher of a device, and its key for :meth:`release`."""
+        """Return the launcher of a device, and the key that :meth:`release` needs."""
         from aiocomms_launcher import make
 
         key = device, tuple(sorted(functions.items()))
@@ -57,7 +57,7 @@ class _Shared:
         return key, launcher
 
     def release(self, key: object) -> None:
-        """Release a launcher. The last release ends the launcher's threads."""
+        """Release a launcher. When its last user releases the launcher, end the launcher's threads."""
         with self._lock:
             launcher, count = self._users.pop(key)
             if count > 1:
@@ -66,7 +66,7 @@ class _Shared:
         launcher.end(_PATIENCE)
 
     def forget(self) -> None:
-        """Forget all launchers in a forked child, which does not have their threads."""
+        """Drop all launchers in a forked child process, because the child does not have the launchers' threads."""
         self._lock = threading.Lock()
         self._users.clear()
 
@@ -76,7 +76,10 @@ os.register_at_fork(after_in_child=_shared.forget)
 
 
 def load_launcher(cuda: Cuda, library: Nccl) -> None:
-    """Load the native module and its functions. This function blocks, so that :func:`make_launcher` need not block."""
+    """Load the native module and the functions that the module calls, so that :func:`make_launcher` does not block.
+
+    This function blocks.
+    """
     found = importlib.util.find_spec(_MODULE)
     if found is not None and found.origin is not None and _MODULE not in sys.modules:
         load_libraries([found.origin])
@@ -98,7 +101,7 @@ def _is_there() -> bool:
 def make_launcher(owner: LauncherOwner, control: Control, spin: int) -> Launcher:
     """Return the launcher of a transport: the native launcher if its module is available, else the Python launcher.
 
-    :param spin: the number of polls without a result after which threads sleep until running ops end.
+    :param spin: the number of unsuccessful polls after which threads sleep until running ops end.
     """
     if _is_there():
         runtime, nccl = owner.cuda.functions(), owner.library.functions()
@@ -108,19 +111,23 @@ def make_launcher(owner: LauncherOwner, control: Control, spin: int) -> Launcher
 
 
 _UnderWay = tuple[str, Then, CommStream]
-"""A running op: its name, its function, and its communicator. The function keeps all objects of the op alive."""
+"""A running op: the op's name, the function to call at the op's end, and the communicator.
+
+The function holds references to all objects of the op, so that these objects stay alive.
+"""
 
 
 class NativeLauncher:
     """The launcher that passes ops to the native thread of the device. See :class:`Launcher`.
 
-    The loop's thread enqueues ops that have torch kernels, after all ops that the native thread got before.
+    Ops with torch kernels are an exception: the loop's thread enqueues them. Before each such op, the loop's thread
+    waits until the native thread has called NCCL for all earlier ops.
     """
 
     def __init__(self, owner: LauncherOwner, control: Control, functions: Mapping[str, int]) -> None:
-        """Start with no ops.
+        """Create a launcher without ops.
 
-        :param functions: the addresses of the functions of CUDA's runtime and NCCL that the native thread calls.
+        :param functions: the addresses of the CUDA runtime functions and NCCL functions that the native thread calls.
         """
         self.spin = 0
         """See :attr:`Launcher.spin`."""

@@ -1,4 +1,7 @@
-"""The NCCL calls through CuPy, and the meaning of NCCL's errors. Tests without a GPU can replace this thin layer."""
+"""The calls of NCCL through CuPy, and the translation of NCCL's errors.
+
+Tests without a GPU can replace this thin layer.
+"""
 
 from __future__ import annotations
 
@@ -58,13 +61,14 @@ class NcclStatusError(Exception):
 
 
 class CudaBrokenError(CommError):
-    """The error of a device that this process can no longer use."""
+    """The error after a failure of CUDA, when this process can no longer use the device."""
 
 
 class NcclComm(Protocol):
-    """One rank's ``ncclComm_t``: a ``cupy.cuda.nccl.NcclCommunicator`` with CuPy's names.
+    """The interface of one rank's ``ncclComm_t``. The methods have the same names as in CuPy's class.
 
-    Pointers, element counts and streams are integers. Calls only enqueue work. No call may follow :meth:`abort`.
+    Pointers, element counts and streams are integers. The communication methods enqueue work and do not wait. After
+    :meth:`abort`, no method may be called.
     """
 
     @property
@@ -88,7 +92,7 @@ class Nccl(Protocol):
     """The interface through which this transport calls NCCL."""
 
     errors: tuple[type[Exception], ...]
-    """The exceptions of the library's calls and of its communicators' calls. :func:`explain` translates them."""
+    """The exceptions that calls of NCCL raise. :func:`explain` translates these exceptions."""
 
     def version(self) -> int:
         """Return the version as one number, such as 23203."""
@@ -106,7 +110,7 @@ class Nccl(Protocol):
         """Enqueue the group."""
 
     def functions(self) -> Mapping[str, int] | None:
-        """Return the addresses of the functions that a native launcher calls; None if they are not found."""
+        """Return the addresses of the functions that a native launcher calls, or None if the search fails."""
 
 
 class CupyNccl:
@@ -150,7 +154,10 @@ class CupyNccl:
 
 
 def no_cupy() -> str | None:
-    """Return the reason that CuPy is unusable, as the end of "... is not available: ", or None if CuPy works."""
+    """Return the reason why this transport cannot use CuPy, or None if CuPy works.
+
+    The reason can follow the words "... is not available: ".
+    """
     if (found := importlib.util.find_spec("cupy")) is None:
         return "CuPy is not installed: pip install 'aiocomms[nccl]' for CUDA 13, 'aiocomms[nccl-cu12]' for CUDA 12"
     load_libraries(path for folder in found.submodule_search_locations or () for path in _parts_of(Path(folder)))
@@ -181,7 +188,10 @@ def _reason(error: BaseException) -> str:
 
 
 def _parts_of(cupy: Path) -> Iterator[Path]:
-    """Yield CuPy's native modules, except modules that load CUDA's libraries, which CuPy itself must find."""
+    """Yield the paths of CuPy's native modules, except modules that load libraries of CUDA.
+
+    CuPy itself must find those libraries.
+    """
     yield from cupy.rglob("*.so")
     yield from (cupy.parent / "cupy_backends" / "cuda").glob("api/*.so")
 
@@ -197,7 +207,7 @@ def status_of(error: Exception) -> int:
 
 
 def guarded(cuda: Cuda, library: Nccl, what: str, call: Callable[[], T]) -> T:
-    """Run a blocking call in the current thread, which must not be the loop's.
+    """Run a blocking call in the current thread. Do not call this function in the loop's thread.
 
     :raises CommError: NCCL has failed.
     """
@@ -210,7 +220,10 @@ def guarded(cuda: Cuda, library: Nccl, what: str, call: Callable[[], T]) -> T:
 
 
 def end_all(cuda: Cuda, calls: Sequence[Callable[[], object]]) -> list[threading.Thread]:
-    """Abort or destroy communicators, each in its own thread, because calls may wait for kernels, ranks or graphs."""
+    """Abort or destroy communicators. Return the threads, one for each call.
+
+    Each call has its own thread, because the call may wait for kernels, for other ranks or for CUDA graphs.
+    """
 
     def end(call: Callable[[], object]) -> None:
         cuda.activate()

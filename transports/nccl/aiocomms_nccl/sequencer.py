@@ -1,11 +1,14 @@
-"""The sequencer of lanes: rank 0 collects the calls of all ranks, and determines one launch order for all ranks.
+"""The sequencer, which runs on rank 0 and determines one launch order of lane collectives for all ranks.
 
-NCCL requires the same order of calls on all ranks, and calls in lanes have no common order. So each rank announces its
-calls in lanes to rank 0. The sequencer appends each collective that all ranks have called to a log. All ranks receive
-the log, and launch its collectives in order. Ranks launch no lane's collective that is not in the log. Otherwise a
-kernel could wait for a rank that has given the lane up, and NCCL cannot stop a single kernel.
+NCCL requires that all ranks call the collectives in the same order. But programs may call the collectives of different
+lanes in different orders on different ranks. So each rank announces its calls in lanes to rank 0. When all ranks have
+called a collective, the sequencer appends it to a log. All ranks receive the log, and launch the collectives in the
+order of the log.
 
-This module only keeps records. It has no tensors or connections, and does not call NCCL.
+A rank launches a lane's collective only if the collective is in the log. Otherwise, a kernel could wait for a rank that
+has aborted the lane. NCCL cannot stop one kernel alone.
+
+This module only stores the calls. It has no tensors or connections, and does not call NCCL.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from aiocomms.lowlevel import closed_by, disagreement
 from aiocomms_nccl.wire import LaneCall
 
 MOST_NAMED: Final = 16
-"""The most missing ranks of one lane that the sequencer names to a waiting rank."""
+"""The maximum number of missing ranks of one lane in the sequencer's report to a waiting rank."""
 
 
 class Sequenced(Protocol):
@@ -30,7 +33,7 @@ class Sequenced(Protocol):
         """Append a lane's next collective, which all ranks have called, to the log."""
 
     def refuse(self, rank: int, lane: int, error: CommError) -> None:
-        """Fail the next collective that a rank has called in a lane."""
+        """Make a rank fail the next collective that it has called in a lane."""
 
 
 class _LaneMeetings:
@@ -40,12 +43,15 @@ class _LaneMeetings:
 
     def __init__(self) -> None:
         self.meetings: deque[dict[int, LaneCall]] = deque()
-        """The collectives that are not in the log, oldest first. Each entry is a dict of the calls by rank."""
+        """The collectives that are not in the log, oldest first.
+
+        Each entry is a dict. The keys are ranks, and the values are the calls of these ranks.
+        """
         self.ahead: dict[int, int] = {}
-        """The number of these collectives that each rank has called."""
+        """The number of collectives in :attr:`meetings` that each rank has called."""
 
     def next_of(self, rank: int) -> dict[int, LaneCall]:
-        """Return the first collective that a rank has not called."""
+        """Return the first collective that a rank has not called. Add an empty entry if there is no such collective."""
         ahead = self.ahead.get(rank, 0)
         if ahead == len(self.meetings):
             self.meetings.append({})
@@ -63,7 +69,7 @@ class Sequencer:
         self._unsaid: dict[int, None] = {}  # lanes whose waiting ranks do not know the missing ranks yet
 
     def __len__(self) -> int:
-        """Return the number of lanes that wait for some rank."""
+        """Return the number of lanes in which at least one rank waits for another rank."""
         return len(self._lanes)
 
     def hear(self, rank: int, call: LaneCall) -> None:
@@ -86,7 +92,10 @@ class Sequencer:
             self._refuse_left(call.lane, meeting)
 
     def _disagrees(self, rank: int, call: LaneCall, meeting: dict[int, LaneCall]) -> bool:
-        """Compare a rank's call with calls of other ranks. If two calls differ, refuse both and return True."""
+        """Compare a rank's call with other ranks' calls of the same collective.
+
+        If two calls differ, refuse both calls and return True.
+        """
         for other, theirs in meeting.items():
             if (wrong := disagree(rank, call, other, theirs)) is not None:
                 self._outcome.refuse(other, call.lane, disagree(other, theirs, rank, call) or wrong)
@@ -97,13 +106,16 @@ class Sequencer:
         return False
 
     def _look(self, lane: int, found: _LaneMeetings) -> None:
-        """Forget a lane if no rank waits in the lane."""
+        """Delete the data of a lane if no rank waits in the lane."""
         if not found.meetings:
             del self._lanes[lane]
             self._unsaid.pop(lane, None)
 
     def give_up(self, rank: int, lane: int) -> None:
-        """Forget a rank's calls in a lane that are not in the log. The rank makes no more calls in the lane."""
+        """Delete a rank's calls in a lane, except the calls that are in the log.
+
+        The rank makes no more calls in the lane.
+        """
         found = self._lanes.get(lane)
         if found is None:
             return
@@ -139,7 +151,10 @@ class Sequencer:
         return bool(self._unsaid)
 
     def news(self) -> Iterator[tuple[int, list[int], list[int]]]:
-        """Yield each new waiting lane once, with its waiting ranks and its missing ranks."""
+        """Yield the lanes whose waiting ranks do not know the missing ranks. Each lane is yielded once.
+
+        Each item is the lane, the lane's waiting ranks, and the lane's missing ranks.
+        """
         lanes, self._unsaid = self._unsaid, {}
         for lane in lanes:
             meeting = self._lanes[lane].meetings[0]
@@ -148,7 +163,7 @@ class Sequencer:
 
 
 def disagree(rank: int, mine: LaneCall, peer: int, theirs: LaneCall) -> MismatchError | None:
-    """Return the error of a rank whose call does not match another rank's call; None if the calls match."""
+    """Return the error for ``rank`` if its call does not match the call of ``peer``; None if the calls match."""
     here, there = mine.text, theirs.text
     if here == there:
         if not mine.gives or (mine.takes[peer], mine.gives[peer]) == (theirs.gives[rank], theirs.takes[rank]):

@@ -1,4 +1,4 @@
-"""The threads of one transport, for NCCL calls that block and cannot be interrupted."""
+"""The threads in which one transport runs blocking NCCL calls. Nothing can interrupt such a call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aiocomms.lowlevel import clock
 
 
 class Returned(NamedTuple):
-    """The outcome of a call in a thread, which the loop's thread handles."""
+    """The outcome of a call that ran in a thread. The loop's thread handles the outcome."""
 
     then: Callable[[Any], object]
     value: Any
@@ -19,12 +19,12 @@ class Returned(NamedTuple):
 
 
 class Threads:
-    """The threads and the outcomes of their calls. If an NCCL call never returns, its thread stays."""
+    """The threads and the outcomes of their calls. If an NCCL call never returns, its thread never ends."""
 
     def __init__(self, wake: Callable[[], object]) -> None:
-        """Start with no threads.
+        """Create an object without threads.
 
-        :param wake: a function that wakes the loop. Any thread may call it.
+        :param wake: a function that wakes the loop. Any thread may call this function.
         """
         self.returned: deque[Returned] = deque()
         """The outcomes, in the order in which the calls returned."""
@@ -32,7 +32,7 @@ class Threads:
         self._threads: list[threading.Thread] = []
 
     def spawn(self, call: Callable[[], Any], then: Callable[[Any], object]) -> None:
-        """Run a blocking call in a thread, and store ``then`` and the outcome for the loop's thread."""
+        """Run ``call`` in a thread. After the call, append its outcome and ``then`` to :attr:`returned`."""
 
         def run() -> None:
             value: Any = None
@@ -49,11 +49,14 @@ class Threads:
         thread.start()
 
     def adopt(self, threads: Iterable[threading.Thread]) -> None:
-        """Add threads for which :meth:`join` also waits."""
+        """Add threads that the caller has started, so that :meth:`join` waits for them."""
         self._threads += threads
 
     def join(self, patience: float) -> None:
-        """Wait at most ``patience`` seconds for all threads. This method blocks, off the loop."""
+        """Wait at most ``patience`` seconds for all threads. This method blocks.
+
+        Do not call this method in the loop's thread.
+        """
         ends = clock.now() + patience
         for thread in self._threads:
             thread.join(max(0.0, ends - clock.now()))

@@ -1,4 +1,4 @@
-"""The plug-in: :class:`NcclTransport` passes ops to NCCL, and handles GPU events and other ranks' frames."""
+"""The class :class:`NcclTransport`, which passes ops to NCCL and handles GPU events and frames from other ranks."""
 
 from __future__ import annotations
 
@@ -47,12 +47,18 @@ HIGH_PRIORITY: Final = "high_priority_stream"
 """The hint that gives a communicator's streams high priority."""
 _IN_PROGRESS: Final = 7
 _PATIENCE: Final = 1.0
-"""Seconds for which the close waits for NCCL, and for each rank to receive the last frames."""
+"""The maximum time of each wait during a close, in seconds.
+
+A close waits for NCCL calls, and for the last sends to each rank.
+"""
 _NONE: Final = -1
 
 
 class NcclTransport(LaneTransport):
-    """The NCCL transport. Collectives have their own stream. The host matches messages, and NCCL carries the data."""
+    """The NCCL transport. NCCL runs collectives on a separate CUDA stream of the transport.
+
+    The host matches sends with receives, and NCCL transfers the data.
+    """
 
     capabilities = Capabilities(
         ops=(ops.P2P - {ops.Batch}) | ops.ARRIVALS | ops.COLLECTIVES,
@@ -93,7 +99,7 @@ class NcclTransport(LaneTransport):
 
     @classmethod
     def layers(cls, device: torch.device) -> tuple[Cuda, Nccl]:
-        """Return the layers through which CUDA and NCCL are called."""
+        """Return the objects through which the transport calls CUDA and NCCL."""
         # By default the first call of each algorithm connects, which would block the loop until all ranks call it.
         os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
         return TorchCuda(device), CupyNccl()
@@ -129,7 +135,10 @@ class NcclTransport(LaneTransport):
 
     @classmethod
     def _look(cls, device: torch.device) -> tuple[Cuda, Nccl, NcclHello]:
-        """Load the layers of CUDA and NCCL. Return the layers and this rank's hello. This method blocks."""
+        """Load the objects that call CUDA and NCCL. Return them, and the hello of this rank. This method blocks.
+
+        A hello is the first record that a rank sends to the other ranks.
+        """
         cuda, library = cls.layers(device)
         load_launcher(cuda, library)
         return cuda, library, bringup.hello(cls.gpu(device), library)
@@ -159,7 +168,7 @@ class NcclTransport(LaneTransport):
         form: Callable[[], NcclComm],
         high: bool,
     ) -> Self:
-        """Form NCCL's communicator in a thread. If NCCL's call never returns, the thread stays."""
+        """Form NCCL's communicator in a thread. If the call of NCCL never returns, the thread never ends."""
         control = Control(sockets)
         what = "forming NCCL's communicator"
         call = functools.partial(open_comm_stream, cuda, library, form, rendezvous, high)
@@ -172,10 +181,10 @@ class NcclTransport(LaneTransport):
 
     @contextlib.contextmanager
     def _splitting(self, color: int, key: int) -> Iterator[Callable[[], Any]]:
-        """Delay collectives within the context. Yield a function for another thread, which does the split.
+        """Delay the communicator's collectives during its split. Yield a function that does the split.
 
-        After a failure, the collectives are never launched: the thread may still be in NCCL's call, and the
-        communicator is lost.
+        The caller runs this function in another thread. If the split fails, the communicator is lost, and the delayed
+        collectives are never launched, because the other thread may still be in its NCCL call.
         """
         self._held, quiet = deque(), self.launcher.quiet(self._comm_stream)
 
@@ -234,7 +243,7 @@ class NcclTransport(LaneTransport):
     def plan(self, op: ops.Op) -> CallPlan:
         """Plan a collective.
 
-        :raises CommError: the collective needs GPU memory, and none is free.
+        :raises CommError: the collective needs GPU memory, but no GPU memory is free.
         """
         try:
             return START[type(op)](self._comm_stream, op)
@@ -292,7 +301,7 @@ class NcclTransport(LaneTransport):
             self._ends[index] = end
 
     def _finish_collective(self, op: ops.Op, index: int) -> None:
-        """Finish a collective that the GPU has completed. The op has kept its tensors until now."""
+        """Record that the GPU has finished a collective. Until this call, ``op`` keeps the tensors alive."""
         self._ends.pop(index, None)
         if not self.aborted:  # after an abort, the event may have fired because NCCL has stopped
             self._agreement.data_moved(index)
@@ -334,7 +343,7 @@ class NcclTransport(LaneTransport):
             return True
 
     def _go_on(self, frames: Sequence[tuple[int, Frame | ProtocolError | None]]) -> bool:
-        """Act on frames and on the outcomes of threads. Return whether a thread had an outcome."""
+        """Handle frames and the outcomes of threads. Return whether this call has handled the outcome of a thread."""
         did = False
         self._agreement.handle(frames, self.on_note)
         if not self.aborted:
@@ -354,7 +363,10 @@ class NcclTransport(LaneTransport):
             return False
 
     def _poll_events(self) -> bool:
-        """Poll the events. If some have not fired, poll NCCL's asynchronous errors, too."""
+        """Poll the launcher for ops that are done. If ops still run, also check NCCL for asynchronous errors.
+
+        :returns: whether the loop should call :meth:`progress` again soon.
+        """
         if not len(self.launcher):
             return False
         try:
@@ -395,16 +407,20 @@ class NcclTransport(LaneTransport):
         return not self.aborted
 
     def lose_cuda(self, error: RuntimeError) -> None:
-        """Lose the communicator, because after a failed kernel every CUDA call raises an error of torch."""
+        """Mark the communicator as lost. After a kernel has failed, every CUDA call raises an error of torch."""
         self.lose(CudaBrokenError(f"CUDA has failed, and this process must end: {str(error).partition(chr(10))[0]}"))
 
     def lose(self, error: CommError) -> None:
-        """Lose the communicator."""
+        """Mark the communicator as lost."""
         self._failure = self._failure or error
         self.on_failure(self._failure)
 
     def call_nccl(self, what: str, call: Callable[[], object]) -> bool:
-        """Call NCCL. Return False if the call failed or NCCL was aborted. Then the communicator is lost."""
+        """Call NCCL. Return True on success.
+
+        Return False if the call failed, or if NCCL was aborted before the call. In both cases, the communicator is
+        lost.
+        """
         with self._ending:  # NCCL must not be aborted while it is called
             if self.aborted:
                 return False
@@ -426,7 +442,10 @@ class NcclTransport(LaneTransport):
         return self._comm_stream.like(comm, rank, size)
 
     def spawn(self, call: Callable[[], Any], then: Callable[[Any], object]) -> None:
-        """Run a blocking call in a thread, then call ``then`` on the loop's thread. An error loses the communicator."""
+        """Run ``call`` in a thread, and then call ``then`` with the result on the loop's thread.
+
+        If ``call`` raises an error, the transport's communicator is lost.
+        """
         what = "forming a communicator for messages or lanes"
         self._threads.spawn(functools.partial(guarded, self.cuda, self.library, what, call), then)
 
@@ -438,7 +457,7 @@ class NcclTransport(LaneTransport):
             self.lose(error)
 
     def end(self, comm_stream: CommStream) -> None:
-        """Abort a communicator of a direction, in a thread."""
+        """Start a thread that aborts the communicator of a direction."""
         with self._ending:
             if not self.aborted:
                 self.launcher.cut(comm_stream)
@@ -458,7 +477,7 @@ class NcclTransport(LaneTransport):
                 self._end_all(self._comm_streams(), abort=True)
 
     def _comm_streams(self, *, busy: bool = False) -> list[CommStream]:
-        """Return all communicators; if ``busy``, without communicators for lanes that have no running collective."""
+        """Return all communicators. If ``busy`` is true, leave out lane communicators without a running collective."""
         return [self._comm_stream, *self._lanes.comm_streams(busy=busy), *self._matcher.comm_streams()]
 
     async def aclose(self) -> None:
@@ -469,7 +488,10 @@ class NcclTransport(LaneTransport):
         self._lanes.clear()
 
     def _end(self) -> None:
-        """Close the transport, off the loop. A thread that does not end in time stays, with its tensors."""
+        """Close the transport. This method blocks, so it runs in a thread.
+
+        If a thread of the transport does not end in time, the thread continues and keeps its tensors alive.
+        """
         with self._ending:
             if not self.aborted:
                 self._agreement.send_bye()
@@ -485,9 +507,9 @@ class NcclTransport(LaneTransport):
         self.launcher.close()
 
     def _drop_late(self) -> None:
-        """Abort communicators that formed after the close or abort began.
+        """Abort the communicators that threads formed after the close or the abort of the transport had begun.
 
-        After an abort, wait until all running ops have ended.
+        If the transport was aborted, also wait until all running ops have ended.
         """
         for late in self._threads.returned:
             for comm_stream in late.value or ():  # a late communicator carries no messages

@@ -1,4 +1,7 @@
-"""The wire format: the frames on the control connections. Ranks need frames because NCCL does not match messages."""
+"""The format of the frames on the control connections.
+
+The ranks need frames because NCCL does not match messages by tag.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from aiocomms.ops.checks import DTYPES
 
 VERSION: Final = 7
 LONGEST: Final = 64 * 1024
-"""The most bytes of a frame."""
+"""The maximum size of a frame, in bytes."""
 
 _PIECE: Final = LONGEST // 2
-"""The approximate limit, in bytes, of the lane calls or entries in one frame."""
+"""The approximate maximum size of the list of calls, entries or waits in one frame about lanes, in bytes."""
 
 Lane = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 """The number of a lane."""
@@ -26,7 +29,7 @@ DTYPE_CODES: Final = {dtype: code for code, dtype in enumerate(DTYPE_LIST)}
 
 
 class Announce(msgspec.Struct, tag=0, array_like=True):
-    """The sender has a message. ``number`` identifies the message among the sender's messages."""
+    """A frame with which the sender announces a message. Each message of a sender has its own ``number``."""
 
     number: int
     channel: int
@@ -36,34 +39,44 @@ class Announce(msgspec.Struct, tag=0, array_like=True):
 
 
 class TakeMessage(msgspec.Struct, tag=1, array_like=True):
-    """The receiver takes ``nbytes`` of a message. A receiver sends such frames in the order of its NCCL calls."""
+    """A frame with which the receiver of an announced message accepts ``nbytes`` bytes of the message.
+
+    A receiver sends these frames in the order in which it calls NCCL for the messages.
+    """
 
     number: int
     nbytes: int
 
 
 class DirectionRequest(msgspec.Struct, tag=2, array_like=True):
-    """The receiver asks the sender to form the NCCL communicator that carries the sender's messages."""
+    """A frame with which a receiver asks the sender to join the NCCL communicator for the sender's messages."""
 
     unique_id: bytes
 
 
 class DescribedCall(msgspec.Struct, array_like=True):
-    """The description of one collective call. ``sizes`` has the bytes to and from the frame's receiver, or is empty."""
+    """The description of one collective call of the frame's sender.
+
+    For an all-to-all op, ``sizes`` has two numbers: how many bytes the call sends to the frame's receiver, and
+    how many bytes the call receives from that rank. For other ops, ``sizes`` is empty.
+    """
 
     text: str
     sizes: list[int]
 
 
 class Calls(msgspec.Struct, tag=3, array_like=True):
-    """The sender has called ``count`` collectives, and may wait in one. ``last`` describes the latest calls."""
+    """A frame of a sender that has called ``count`` collectives. ``last`` describes the latest of these calls.
+
+    One of the collectives may still wait for other ranks.
+    """
 
     count: int
     last: list[DescribedCall]
 
 
 class Progress(msgspec.Struct, array_like=True):
-    """The sender's progress in the two directions between sender and receiver."""
+    """The progress of the frame's sender in two directions: to the frame's receiver, and from the receiver."""
 
     joined: bool
     """True if the sender has begun to form the direction in which it sends."""
@@ -74,21 +87,24 @@ class Progress(msgspec.Struct, array_like=True):
 
 
 class NcclBye(msgspec.Struct, tag=4, array_like=True):
-    """The sender has closed after ``calls`` collectives. This is its last frame."""
+    """The last frame of a sender. The sender has called ``calls`` collectives, and then has closed the communicator."""
 
     calls: int
     progress: Progress
 
 
 class NcclAbort(msgspec.Struct, tag=5, array_like=True):
-    """The sender has aborted. ``index`` is the number of the collective in which ranks disagree, or -1."""
+    """A frame of a sender that has aborted the communicator.
+
+    If the ranks disagree on a collective, ``index`` is the number of the collective. Otherwise, ``index`` is -1.
+    """
 
     reason: Reason
     index: int
 
 
 class NcclNote(msgspec.Struct, tag=6, array_like=True):
-    """A note from the core of the sender to the core of the receiver."""
+    """A frame with data (a note) that the sender's core sends to the receiver's core."""
 
     text: bytes
 
@@ -100,9 +116,15 @@ class LaneCall(msgspec.Struct, array_like=True):
     text: str
     """The description of the collective, on which all ranks must agree."""
     gives: list[int]
-    """The bytes that the sender sends to each rank, if these may differ from rank to rank; else empty."""
+    """The number of bytes that the sender sends to each rank.
+
+    The list is empty for all ops except all-to-all ops.
+    """
     takes: list[int]
-    """The bytes that the sender receives from each rank, if these may differ from rank to rank; else empty."""
+    """The number of bytes that the sender receives from each rank.
+
+    The list is empty for all ops except all-to-all ops.
+    """
 
 
 class LaneCalls(msgspec.Struct, tag=7, array_like=True):
@@ -112,7 +134,7 @@ class LaneCalls(msgspec.Struct, tag=7, array_like=True):
 
 
 class LaneGivenUp(msgspec.Struct, tag=8, array_like=True):
-    """A frame to the sequencer: the sender gives a lane up and waits for :class:`LaneEnd`."""
+    """A frame to the sequencer: the sender has aborted a lane, and waits for :class:`LaneEnd`."""
 
     lane: Lane
 
@@ -120,20 +142,20 @@ class LaneGivenUp(msgspec.Struct, tag=8, array_like=True):
 class LaneEntries(msgspec.Struct, tag=9, array_like=True):
     """A frame of the sequencer: the next entries of the log.
 
-    Each entry names a lane, whose next collective is launched.
+    Each entry is the number of a lane. The receiver launches the next collective of this lane.
     """
 
     lanes: list[Lane]
 
 
 class LaneEnd(msgspec.Struct, tag=10, array_like=True):
-    """A frame of the sequencer: a lane that the receiver has given up gets no more entries in the log."""
+    """A frame of the sequencer: the log gets no more entries of a lane that the receiver has aborted."""
 
     lane: Lane
 
 
 class LaneFault(msgspec.Struct, tag=11, array_like=True):
-    """A frame of the sequencer: the next collective that the receiver has called in a lane fails."""
+    """A frame of the sequencer that makes the receiver fail the next collective that it has called in a lane."""
 
     lane: Lane
     reason: Reason
@@ -146,7 +168,7 @@ class LaneWaits(msgspec.Struct, tag=12, array_like=True):
 
 
 class FormChannels(msgspec.Struct, tag=13, array_like=True):
-    """A frame of the sequencer: all ranks form the communicators that carry lanes."""
+    """A frame of the sequencer that makes the receiver join the communicators for lane collectives."""
 
     unique_ids: list[bytes]
 
@@ -159,12 +181,12 @@ _FRAMES = ControlCodec[Frame](Frame, "a control frame", limit=LONGEST)
 
 
 def dialect() -> Dialect:
-    """Return the beginning of a rank's first record, which the ranks compare first."""
+    """Return the name and the version of the wire format. The ranks compare the versions in their first records."""
     return Dialect("the nccl transport", b"aioN", VERSION)
 
 
 def lane_calls(calls: Sequence[LaneCall]) -> Iterator[LaneCalls]:
-    """Yield the frames with calls in lanes: one frame, or more if there are too many calls."""
+    """Yield frames with calls in lanes. If the calls do not fit into one frame, yield several frames."""
     part: list[LaneCall] = []
     nbytes = 0
     for call in calls:
@@ -177,13 +199,16 @@ def lane_calls(calls: Sequence[LaneCall]) -> Iterator[LaneCalls]:
 
 
 def lane_entries(lanes: Sequence[int]) -> Iterator[LaneEntries]:
-    """Return the frames with entries of the log: one frame, or more if there are too many entries."""
+    """Return frames with entries of the log. If the entries do not fit into one frame, return several frames."""
     most = _PIECE // 9
     return (LaneEntries(list(lanes[at : at + most])) for at in range(0, len(lanes), most))
 
 
 def lane_waits(waits: Sequence[tuple[int, list[int]]]) -> Iterator[LaneWaits]:
-    """Return the frames that name the missing ranks to a rank: one frame, or more if there are too many lanes."""
+    """Return frames that list the missing ranks of lanes for a waiting rank.
+
+    If the lanes do not fit into one frame, return several frames.
+    """
     most = _PIECE // (9 * (2 + max(len(ranks) for _, ranks in waits)))
     return (LaneWaits(list(waits[at : at + most])) for at in range(0, len(waits), most))
 
