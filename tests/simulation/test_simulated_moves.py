@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from notices import found, leave
 from torch import Tensor
 
 import aiocomms
@@ -37,18 +38,6 @@ USES = "still uses the version before the current one"
 
 class Bare(BaseException):
     """An error that is not an ``Exception``, like SystemExit."""
-
-
-def leave(name: str, value: bytes = b"") -> None:
-    """Leave something for the ranks of both jobs."""
-    here().world.store.set(name, value)
-
-
-async def found(name: str) -> bytes:
-    """Wait for what another rank has left."""
-    while not here().world.store.check([name]):  # noqa: ASYNC110 - another process sets it
-        await asyncio.sleep(0.005)
-    return here().world.store.get(name)
 
 
 async def all_over() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from notices import found, leave
 from torch import Tensor
 
 import aiocomms
@@ -19,18 +20,6 @@ from aiocomms.resharding.versions import VersionMemory
 from aiocomms.testing.simulation import here, simulate
 
 pytestmark = pytest.mark.deterministic
-
-
-def leave(name: str, value: bytes = b"") -> None:
-    """Leave something for the ranks of both jobs."""
-    here().world.store.set(name, value)
-
-
-async def found(name: str) -> bytes:
-    """Wait for what another rank has left."""
-    while not here().world.store.check([name]):  # noqa: ASYNC110 - another process sets it
-        await asyncio.sleep(0.005)
-    return here().world.store.get(name)
 
 
 async def for_ever(*_: Any) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from notices import leave
 from repeating import repeated
 
 import aiocomms
@@ -53,11 +54,6 @@ def by_rows(version: int, rank: int) -> Chunk:
 
 def by_columns(version: int, rank: int) -> Chunk:
     return Chunk(tensor(version)[:, 2 * rank : 2 * rank + 2].clone(), (ROWS, COLUMNS), (0, 2 * rank))
-
-
-def leave(name: str, value: bytes) -> None:
-    """Leave something for the ranks of all jobs."""
-    here().world.store.set(name, value)
 
 
 async def found(name: str) -> bytes:
