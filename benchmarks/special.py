@@ -29,6 +29,8 @@ MIB = 2**20
 PAGE = 4096
 IDLE = 2.0
 """Seconds for which an idle rank is watched."""
+SETTLED = 2.0
+"""Seconds before. Once, up to 1 s after the last op, the watchdog looks whether a peer is silent."""
 Result = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 """Figures and verdicts, as a row of the report has them."""
 
@@ -45,9 +47,13 @@ def figure(name: str, seconds: Sequence[float]) -> dict[str, Any]:
     return {"name": name, "median_us": statistics.median(ordered) * 1e6, "p99_us": p99 * 1e6, "gb_per_s": None}
 
 
-def meet(rank: int, folder: str, transport: str, size: int = 2) -> AbstractAsyncContextManager[Communicator]:
-    """The communicator of this run."""
-    return aiocomms.new_comm(transport, store=FileStore(f"{folder}/store", size), rank=rank, size=size, timeout=60)
+def meet(
+    rank: int, folder: str, transport: str, size: int = 2, *, turn: int = 0, heartbeat: float | None = None
+) -> AbstractAsyncContextManager[Communicator]:
+    """The communicator of this run, or of one of its turns."""
+    hints = {} if heartbeat is None else {"heartbeat": heartbeat}
+    store = FileStore(f"{folder}/store{turn}", size)
+    return aiocomms.new_comm(transport, store=store, rank=rank, size=size, timeout=60, hints=hints)
 
 
 # ------------------------------------------------------------------------------------------------------ many receives
@@ -168,37 +174,36 @@ async def beside_busy_peer(rank: int, folder: str, transport: str, nbytes: int, 
 
 
 def overhead(transport: str, rounds: int) -> Result:
-    """Time the flight recorder and the heartbeat in pairs of processes in turn; the slower rank's time counts."""
-    turns: dict[bool, list[list[float]]] = {False: [], True: []}
-    for turn in range(rounds // 2):  # where things lie in memory is a matter of luck, so in new processes each time
-        for bare in (False, True) if turn % 2 else (True, False):
-            turns[bare].append([max(took) for took in zip(*in_two_processes(reduce, transport, bare), strict=True)])
+    """Time all_reduces with and without the flight recorder and the heartbeat; the slower rank's time counts."""
+    ranks = in_two_processes(reduce, transport, 10 * rounds)
     figures, verdicts = [], []
     for at, title in enumerate(("8 B", "1 MiB")):
-        whole, bare_ones = ([it[at] for it in turns[bare]] for bare in (False, True))
-        figures += [figure(f"all_reduce {title}", whole), figure(f"all_reduce {title}, without both", bare_ones)]
-        ratio = statistics.median(a / b for a, b in zip(whole, bare_ones, strict=True))
+        took = [max(pair) for pair in zip(*(rank[at] for rank in ranks), strict=True)]
+        whole, bare = took[::2], took[1::2]
+        figures += [figure(f"all_reduce {title}", whole), figure(f"all_reduce {title}, without both", bare)]
+        ratio = statistics.median(whole) / statistics.median(bare)
         verdicts.append(verdict(f"{title}: time / without", ratio, "x", 1.02, 1.01))
     return figures, verdicts
 
 
-async def reduce(rank: int, folder: str, transport: str, bare: bool) -> list[float]:
-    """Seconds per all_reduce of each size: as it is, or with neither flight recorder nor heartbeat."""
-    if bare:
-        os.environ["AIOCOMMS_HEARTBEAT"] = "0"
-    found = []
-    async with meet(rank, folder, transport) as comm:
-        if bare:
-            comm._core.ledger.recording = False
-        for nbytes, ops in ((8, 50_000), (MIB, 1_000)):
-            tensor = torch.zeros(nbytes // 4)
-            for count in (ops // 4, ops):  # the first ones warm up
-                await comm.barrier()
-                start = time.perf_counter()
-                for _ in range(count):
-                    await comm.all_reduce(tensor)
-                took = (time.perf_counter() - start) / count
-            found.append(took)
+async def reduce(rank: int, folder: str, transport: str, turns: int) -> tuple[list[float], list[float]]:
+    """Seconds per all_reduce of each size: in even turns as it is, in odd turns without recorder and heartbeat.
+
+    Where things lie in memory is a matter of luck, so each turn has a new communicator.
+    """
+    found: tuple[list[float], list[float]] = ([], [])
+    for turn in range(turns):
+        async with meet(rank, folder, transport, turn=turn, heartbeat=0.0 if turn % 2 else None) as comm:
+            comm._core.ledger.recording = not turn % 2
+            for times, nbytes, ops in zip(found, (8, MIB), (20_000, 400), strict=True):
+                tensor = torch.zeros(nbytes // 4)
+                for count in (ops // 4, ops):  # the first ones warm up
+                    await comm.barrier()
+                    start = time.perf_counter()
+                    for _ in range(count):
+                        await comm.all_reduce(tensor)
+                    took = (time.perf_counter() - start) / count
+                times.append(took)
     return found
 
 
@@ -261,13 +266,13 @@ async def watch_idle(rank: int, folder: str, transport: str, waiting: bool) -> t
         _, pid = await comm.all_gather_object(os.getpid())
         work = comm.recv(torch.zeros(2), 1 - rank, 1) if waiting else None
         if rank == 0:
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(SETTLED)
             before = usage(pid)
             await asyncio.sleep(IDLE)
             after = usage(pid)
         else:
             before = after = (0.0, 0)
-            await asyncio.sleep(IDLE + 1.5)
+            await asyncio.sleep(SETTLED + IDLE + 1.0)
         if work is not None:
             assert await work.cancel()
         await comm.barrier()
