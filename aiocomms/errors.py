@@ -314,7 +314,8 @@ class MoveLostError(CommError):
     """Raised on every source rank when ``Source.move`` of :mod:`aiocomms.resharding` fails because a rank is lost.
 
     The same error is raised if a rank closes, aborts or cancels its part in the move, or if ``convert`` raises. The
-    message names the rank.
+    message names the rank. The ``open`` of a source or target raises this error if another rank's ``open`` has failed.
+    ``Target.step`` and ``Target.pin`` raise it if no version is current.
 
     The target keeps its old version. Each communicator stays usable, unless this communicator itself is lost.
     """

@@ -6,6 +6,7 @@ Each rank runs state machines, and sends messages to the ranks of its own side.
 from __future__ import annotations
 
 import contextlib
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -15,12 +16,14 @@ from weakref import WeakKeyDictionary
 
 import anyio
 
-from aiocomms.arguments import OpTimeout, op_deadline, wrong_type
+from aiocomms.arguments import TIMEOUT_MAX, OpTimeout, op_deadline, wrong_type
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.communicator.expected import Expected
+from aiocomms.core.core import CLOSE_GRACE
 from aiocomms.endpoints.endpoint import Endpoint
 from aiocomms.endpoints.peer import Peer
-from aiocomms.errors import CommError, MoveLostError, as_reason
+from aiocomms.errors import ArgumentError, CommError, MoveLostError, as_reason
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.lowlevel.shielding import shielded
 from aiocomms.progress.background import Background
@@ -32,6 +35,10 @@ if TYPE_CHECKING:
     from aiocomms.progress.inflight import StartedWork
     from aiocomms.resharding.protocol import Action, Side
 
+Left = Callable[[], float | None]
+"""A function that returns the rest of a deadline in seconds, or None if there is no deadline."""
+_SOON = 0.001
+"""The rest of a deadline in seconds when the deadline has passed."""
 _opened: WeakKeyDictionary[Communicator, int] = WeakKeyDictionary()
 """The number of sources and targets of each communicator, which is the same on all ranks."""
 
@@ -125,12 +132,40 @@ class Party(Handle, ABC):
         for peer in list(self._peers.values()):
             await peer.aclose()
 
-    async def _together(self, call: Callable[[], Coroutine[Any, Any, Any]], timeout: OpTimeout) -> list[Any]:
+    async def _meet_sides(self, timeout: OpTimeout) -> None:
+        """Wait for the other ranks, and refuse to open a source on one rank and a target on another one.
+
+        Such ranks would wait for each other: a source asks its target before the source's ranks meet.
+        """
+        for rank, side in enumerate(await self._lane.all_gather_object(self._side, timeout=timeout)):
+            if side != self._side:
+                text = f"comm opens a {self._side} on this rank, wanted a {side} as on rank {rank}"
+                raise ArgumentError(text, comm=self._comm.name, rank=self._rank)
+
+    async def _together(self, call: Callable[[Left], Coroutine[Any, Any, Any]], timeout: OpTimeout) -> list[Any]:
         """Call a function on each rank, and return the results of all ranks.
 
+        :param call: the function. It ends by the deadline, and then fails. The other ranks wait somewhat longer.
         :raises MoveLostError: the function has failed on another rank.
         :raises Exception: the function has failed on this rank. The other ranks then raise MoveLostError.
         """
+        seconds = op_deadline(timeout, self._comm._seconds)
+        ends = clock.now() + seconds
+        result, failures = await self._outcome(
+            call(lambda: None if ends == math.inf else max(ends - clock.now(), _SOON))
+        )
+        why = as_reason(failures[0]) if failures else ""
+        longer = None if ends == math.inf else min(seconds + CLOSE_GRACE, TIMEOUT_MAX)
+        told = await self._lane.all_gather_object((why, result), timeout=longer)
+        if failures:
+            raise failures.pop()
+        for rank, (why, _) in enumerate(told):
+            if why:
+                raise MoveLostError(f"{self._side} rank {rank}: {why}", comm=self._comm.name, rank=self._rank)
+        return [result for _, result in told]
+
+    async def _outcome(self, call: Coroutine[Any, Any, Any]) -> tuple[Any, list[Exception]]:
+        """Run this rank's own part of ``open``. Return its result, and the error if it has failed or was cancelled."""
         failures: list[Exception] = [CommError("its task was cancelled")]  # An error in a variable keeps its frames.
         result = None
         try:
@@ -138,21 +173,14 @@ class Party(Handle, ABC):
                 if self._abandoned:
                     self._calling.cancel()
                 try:
-                    result = await call()
+                    result = await call
                     failures.clear()
                 except Exception as error:
                     failures[0] = error
         finally:  # The event loop may end, and cancel all tasks.
             self._calling = None
             self._called.ring()
-        why = as_reason(failures[0]) if failures else ""
-        told = await self._lane.all_gather_object((why, result), timeout=timeout)
-        if failures:
-            raise failures.pop()
-        for rank, (why, _) in enumerate(told):
-            if why:
-                raise MoveLostError(f"{self._side} rank {rank}: {why}", comm=self._comm.name, rank=self._rank)
-        return [result for _, result in told]
+        return result, failures
 
     def _others(self) -> Iterable[int]:
         """Return the ranks of this side with which this rank exchanges messages."""

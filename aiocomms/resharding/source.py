@@ -28,7 +28,7 @@ from aiocomms.lowlevel import clock, run_in_thread
 from aiocomms.lowlevel.shielding import shielded
 from aiocomms.progress.driver import Bell, Promise
 from aiocomms.resharding.chunks import Chunk, chunks_of, records_of, unchanged
-from aiocomms.resharding.party import Party, check_open, hear, say
+from aiocomms.resharding.party import Left, Party, check_open, hear, say
 from aiocomms.resharding.plan import MovePlan, planned
 from aiocomms.resharding.protocol import (
     DIFFERS,
@@ -108,6 +108,8 @@ class Source(Party):
     ) -> Self:
         """Connect to a target, and plan the moves. Collective. This source replaces the target's previous source.
 
+        If the task is cancelled, rank 0 still waits up to 5 seconds for the target's answer to a question.
+
         :param comm: the communicator of the ranks that have the weights.
         :param tensors: this rank's parts of the weights, by name. Each is a whole tensor, a DTensor or a
             :class:`Chunk`. All must be dense and on the endpoint's device. Together the ranks must hold everything that
@@ -120,8 +122,8 @@ class Source(Party):
             elementwise. If None, torch converts and rounds the values.
         :param timeout: the deadline of each phase of this call in seconds; None: no deadline. The default is the
             communicator's timeout.
-        :raises ArgumentError: an argument is wrong, the source lacks elements that the target needs, or the whole shape
-            of a tensor differs between ranks of either side.
+        :raises ArgumentError: an argument is wrong, the source lacks elements that the target needs, the whole shape of
+            a tensor differs between ranks of either side, or another rank opens a target.
         :raises MoveLostError: another rank has failed or was cancelled.
         :raises CommError: this rank could not connect, or the communicator is lost or closed.
         """
@@ -135,21 +137,22 @@ class Source(Party):
     async def _meet(self, address: bytes, timeout: OpTimeout) -> None:
         """Exchange inventories with the target and the other ranks, compute the plan, and connect to the target."""
         number = clock.token_bytes(16)
+        await self._meet_sides(timeout)
 
-        async def inquire() -> tuple[bytes, bytes, bytes]:
+        async def inquire(left: Left) -> tuple[bytes, bytes, bytes]:
             self._chunks = await run_in_thread(partial(chunks_of, self._tensors, self._here.device))
             self._tensors, self._records = dict(self._tensors), records_of(self._chunks)
             mine = WORDS.encode(Inventory(0, (TargetRecord(b"", self._records),)))
-            return number, mine, b"" if self._rank else await self._inquire(address, number, timeout)
+            return number, mine, b"" if self._rank else await self._inquire(address, number, left)
 
         told = await self._together(inquire, timeout)
         number, target = told[0][0], inventory(told[0][2])
         held = [inventory(word, rank).ranks[0].chunks for rank, (_, word, _) in enumerate(told)]
         self._version = target.version
 
-        async def connect() -> None:
+        async def connect(left: Left) -> None:
             self._plan = await run_in_thread(partial(planned, self._rank, held, target.ranks))
-            await self._connect(number, target, timeout)
+            await self._connect(number, target, left)
 
         await self._together(connect, timeout)
         self._state = SourceRank(self._rank, self._plan.targets)
@@ -158,11 +161,11 @@ class Source(Party):
         if self._rank == 0:
             self._background.start(self._hear_target)
 
-    async def _inquire(self, address: bytes, number: bytes, timeout: OpTimeout) -> bytes:
+    async def _inquire(self, address: bytes, number: bytes, left: Left) -> bytes:
         """Ask target rank 0 for the target's inventory, and return the encoded inventory."""
-        peer = self._peers[0] = await self._here.connect(address, timeout=timeout)
+        peer = self._peers[0] = await self._here.connect(address, timeout=left())
         say(peer, Inquire(number))
-        work, answered = peer.recv_object(timeout=timeout), Promise(self._driver)
+        work, answered = peer.recv_object(timeout=left()), Promise(self._driver)
         work.add_done_callback(lambda _: answered.set())
         try:
             await answered
@@ -174,12 +177,12 @@ class Source(Party):
         inventory(word)
         return word
 
-    async def _connect(self, number: bytes, target: Inventory, timeout: OpTimeout) -> None:
+    async def _connect(self, number: bytes, target: Inventory, left: Left) -> None:
         """Connect to the target ranks that this rank writes to."""
         for rank in self._plan.targets:
-            peer = self._peers[rank] = await self._here.connect(target.ranks[rank].address, timeout=timeout)
+            peer = self._peers[rank] = await self._here.connect(target.ranks[rank].address, timeout=left())
             say(peer, Present(number, self._rank))
-            word = WORDS.decode(await peer.recv_object(timeout=timeout))
+            word = WORDS.decode(await peer.recv_object(timeout=left()))
             if not isinstance(word, Known):
                 raise ProtocolError(f"target rank {rank} says {type(word).__name__}, wanted that it knows this rank")
 

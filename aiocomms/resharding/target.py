@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import AsyncIterator, Iterator, Mapping
 from functools import partial
 from typing import Any, Self
 
+import anyio
 from torch import Tensor
 
-from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, as_int, short
+from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, as_int, op_deadline, short
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.endpoints.endpoint import Endpoint
 from aiocomms.endpoints.peer import Peer
-from aiocomms.errors import ArgumentError, CommClosedError, CommError, ProtocolError
+from aiocomms.errors import ArgumentError, CommClosedError, CommError, MoveLostError, ProtocolError
 from aiocomms.lowlevel import run_in_thread
 from aiocomms.progress.driver import Bell
 from aiocomms.progress.work import Work
 from aiocomms.resharding.chunks import Chunk, chunks_of, records_of
-from aiocomms.resharding.party import Party, check_open, hear, say
+from aiocomms.resharding.party import Left, Party, check_open, hear, say
 from aiocomms.resharding.protocol import LOST, Action, Held, Notify, Offer, Switch, TargetLeader, TargetRank
 from aiocomms.resharding.versions import VersionMemory, Weights
 from aiocomms.resharding.words import (
@@ -79,7 +81,6 @@ class Target(Party):
         """The connections to source ranks. The key of a connection is the number of the source and the rank."""
         self._speaker: tuple[bytes, Peer] | None = None
         """The number of the source that moves versions, and the connection to its rank 0."""
-        self._failure: CommError | None = None
 
     @classmethod
     async def open(
@@ -105,7 +106,7 @@ class Target(Party):
         :param version: the version of the tensors' values, at least 0. The ranks' versions may differ, for example
             because a rank is new. Then no version is current until a source has moved a version.
         :param timeout: the deadline in seconds; None: no deadline. The default is the communicator's timeout.
-        :raises ArgumentError: an argument is wrong.
+        :raises ArgumentError: an argument is wrong, or another rank opens a source.
         :raises MoveLostError: another rank has failed or was cancelled.
         :raises CommError: the communicator is lost or closed.
         """
@@ -117,8 +118,9 @@ class Target(Party):
 
     async def _meet(self, timeout: OpTimeout) -> None:
         """Prepare the buffers, exchange the inventories of all ranks, and start to receive messages."""
+        await self._meet_sides(timeout)
 
-        async def prepare() -> bytes:
+        async def prepare(_: Left) -> bytes:
             chunks = await run_in_thread(partial(chunks_of, self._tensors, self._here.device))
             self._memory.records = records_of(chunks)
             await self._memory.make(0)
@@ -165,17 +167,19 @@ class Target(Party):
         collectives on all ranks. The weights stay unchanged until the end of the ``async with`` block.
 
         :param timeout: the deadline in seconds; None: no deadline. The default is the communicator's timeout.
+        :raises MoveLostError: no version is current, and none has become current within rank 0's deadline, or none
+            will be, because a rank was closed.
         :raises CommError: the communicator is lost or closed.
         """
         self._check("step")
-        step = _Step(self)
-        version = await self._current() if self._rank == 0 else None
-        work = self._comm.broadcast_object(version, 0, timeout=timeout)
+        step, seconds = _Step(self), op_deadline(timeout, self._comm._seconds)
+        found = await self._current(seconds) if self._rank == 0 else ""
+        work = self._comm.broadcast_object(found, 0, timeout=timeout)
         work.add_done_callback(step.hear)
-        if version is not None:  # Other ranks may begin this step even if the broadcast fails here.
-            step.begin(version)
+        if isinstance(found, int):  # Other ranks may begin this step even if the broadcast fails here.
+            step.begin(found)
         try:
-            step.begin(await work)
+            step.begin(self._version_of(await work, "step"))
             yield self._weights(step.version)
         finally:
             step.end()
@@ -188,11 +192,12 @@ class Target(Party):
         :meth:`at`. The call waits until there is a current version.
 
         :raises ArgumentError: this rank is not rank 0.
+        :raises MoveLostError: no version is current, and none will be, because a rank was closed or lost.
         :raises CommError: the communicator is lost or closed.
         """
         if self._rank:
             raise ArgumentError(f"pin was called on rank {self._rank}, wanted at(version): rank 0 says which one")
-        with self.at(await self._current()) as weights:
+        with self.at(self._version_of(await self._current(math.inf), "pin")) as weights:
             yield weights
 
     @contextlib.contextmanager
@@ -215,14 +220,20 @@ class Target(Party):
         finally:
             self._release(version)
 
-    async def _current(self) -> int:
-        """Wait until there is a current version on rank 0, and return this version."""
-        while self._leader.current is None:
-            if self._failure is not None:
-                raise self._failure.about(op="step", rank=self._rank)
-            await self._switched
-            self._check("step")
-        return self._leader.current
+    async def _current(self, seconds: float) -> int | str:
+        """Wait until there is a current version on rank 0. Return this version, or the reason why there is none."""
+        with anyio.move_on_after(seconds):
+            while self._leader.current is None and not self._leader.lost:
+                await self._switched
+                self._check("step")
+        if self._leader.current is not None:
+            return self._leader.current
+        return self._leader.lost or f"rank 0 has waited {seconds:g} s for one"
+
+    def _version_of(self, found: int | str, op: str) -> int:
+        if isinstance(found, int):
+            return found
+        raise MoveLostError(f"no version is current: {found}", comm=self._comm.name, op=op, rank=self._rank)
 
     def _check(self, op: str) -> None:
         if self._closed:
@@ -261,7 +272,7 @@ class Target(Party):
             case Broken() if self._rank == 0:
                 self._leader, actions = self._leader.broken_on(word)
             case RankClosed():  # Rank 0 decides for all ranks. A source itself notices that rank 0 is closed.
-                self._leader, actions = self._leader.lose(f"target rank {rank} was closed")
+                actions = self._lose(f"target rank {rank} was closed")
             case _:
                 raise ProtocolError(f"rank {rank} says {type(word).__name__}, which is not for it to say", peer=rank)
         self._act(actions)
@@ -291,11 +302,14 @@ class Target(Party):
         else:
             self._tell(0, Cleared(offer.move, self._memory.descriptor(offer.buffer), offer.steps))
 
-    def _lost(self, error: CommError) -> None:
-        self._failure = error
+    def _lose(self, why: str) -> list[Action]:
+        """Record that no further version will be current."""
+        self._leader, actions = self._leader.lose(why)
         self._switched.ring()
-        self._leader, actions = self._leader.lose(f"the target is lost: {error}")
-        self._act(actions)
+        return actions
+
+    def _lost(self, error: CommError) -> None:
+        self._act(self._lose(f"the target is lost: {error}"))
 
     # ------------------------------------------------------------------------------------------------- source ranks
 
@@ -362,10 +376,8 @@ class Target(Party):
     async def _close(self) -> None:
         """See :meth:`Party._close`."""
         if not self._closed:
-            self._leader, actions = self._leader.lose("the target is closed")
-            self._act(actions)
+            self._act(self._lose("the target is closed"))
         await self._leave()
-        self._switched.ring()
         await self._free()
 
     async def _free(self) -> None:
@@ -388,8 +400,8 @@ class _Step:
         self._target, self._begun, self._over = target, False, False
 
     def hear(self, work: Work[Any]) -> None:
-        """Begin the step with the version that the broadcast returned; do nothing if the broadcast failed."""
-        if work.exception() is None:
+        """Begin the step with the version that the broadcast returned; do nothing if it returned no version."""
+        if work.exception() is None and isinstance(work.result(), int):
             self.begin(work.result())
 
     def begin(self, version: int) -> None:

@@ -506,7 +506,7 @@ def test_ranks_open_again_after_a_cancelled_open_of_a_target(who: tuple[int, ...
 
 @pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
 def test_ranks_open_again_after_a_cancelled_open_of_a_source(who: tuple[int, ...]) -> None:
-    seen = [ends_of_cancelled_opens(who, 1, step * 0.0015) for step in range(15)]
+    seen = [ends_of_cancelled_opens(who, 1, step * 0.0015) for step in range(20)]
     assert {ends[who[0]] for ends in seen} == {"cancelled", "opened"}
     if len(who) == 1:
         told = f"on 'world' (rank {1 - who[0]}): source rank {who[0]}: CommError: its task was cancelled"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import aiocomms
 from aiocomms import Communicator, Endpoint
-from aiocomms.errors import ArgumentError
+from aiocomms.errors import ArgumentError, CommError, CommTimeoutError, MoveLostError
 from aiocomms.resharding import Source, Target
 from aiocomms.resharding.versions import VersionMemory
 from aiocomms.testing.simulation import here, simulate
@@ -117,7 +117,8 @@ def test_open_that_ends_early_keeps_no_weights(ends: str, monkeypatch: pytest.Mo
                 assert not any(it._tensors or it._regions for it in memories)
             else:
                 await asyncio.sleep(5)
-                await (await Target.open(comm, {"w": torch.zeros(2)}, mine)).aclose()
+                with pytest.raises(MoveLostError, match="target rank 0: CommError: its task was cancelled"):
+                    await Target.open(comm, {"w": torch.zeros(2)}, mine)
             await comm.barrier()
 
     gc.disable()
@@ -137,7 +138,8 @@ def test_cancelled_open_takes_no_connection_from_the_next_target() -> None:
             first.cancel()
             await asyncio.wait({first})
         else:
-            await (await first).aclose()
+            with pytest.raises(MoveLostError, match="its task was cancelled"):
+                await first
         async with await Target.open(comm, {"w": torch.zeros(2)}, mine):
             await found("opened")
 
@@ -154,3 +156,65 @@ def test_cancelled_open_takes_no_connection_from_the_next_target() -> None:
                 await serve(comm, mine)
 
     simulate(program, 3, seed=1)
+
+
+def test_source_and_target_of_one_communicator_refuse_each_other() -> None:
+    async def program() -> None:
+        here().launched_as("server", here().rank, 2)
+        async with aiocomms.new_comm(timeout=60) as comm, aiocomms.open_endpoint(timeout=60) as mine:
+            weights, other = {"w": torch.zeros(2)}, await comm.broadcast_object(mine.address, 1)
+            opening = Target.open(comm, weights, mine) if comm.rank else Source.open(comm, weights, mine, other)
+            with pytest.raises(ArgumentError, match=r"comm opens a \w+ on this rank, wanted a \w+ as on rank \d"):
+                await opening
+            await comm.barrier()
+
+    simulate(program, 2, seed=1)
+
+
+def test_target_that_does_not_answer_leaves_the_source_its_communicator() -> None:
+    async def program() -> None:
+        trains = here().rank < 2
+        here().launched_as("trainer" if trains else "server", here().rank % 2, 2 if trains else 1)
+        async with aiocomms.new_comm(timeout=60) as comm, aiocomms.open_endpoint(timeout=60) as mine:
+            if not trains:
+                leave("address", mine.address)
+                await mine.accept()
+                await found("failed")
+                return
+            with pytest.raises(CommError, match="source rank 0" if comm.rank else "deadline") as failed:
+                await Source.open(comm, {"w": torch.ones(2)}, mine, await found("address"), timeout=10)
+            assert isinstance(failed.value, MoveLostError if comm.rank else CommTimeoutError)
+            await comm.barrier()
+            leave("failed")
+
+    simulate(program, 3, seed=1)
+
+
+@pytest.mark.parametrize(("ends", "how"), [("closed", "step"), ("closed", "pin"), ("late", "step")])
+def test_wait_for_a_current_version_ends(ends: str, how: str) -> None:
+    """No version is current, because the ranks' versions differ."""
+
+    async def read(target: Target) -> None:
+        async with target.step(timeout=2) if how == "step" else target.pin() as weights:
+            raise AssertionError(weights.version)
+
+    async def program() -> None:
+        here().launched_as("server", here().rank, 2)
+        async with aiocomms.new_comm(timeout=60) as comm, aiocomms.open_endpoint(timeout=60) as mine:
+            target = await Target.open(comm, {"w": torch.zeros(2)}, mine, version=comm.rank)
+            why = "target rank 1 was closed" if ends == "closed" else "rank 0 has waited 2 s for one"
+            if comm.rank == 0:
+                with pytest.raises(MoveLostError, match=f"no version is current: {why}"):
+                    await asyncio.wait_for(read(target), 10)
+            elif ends == "closed":
+                await asyncio.sleep(1)
+                await target.aclose()
+                if how == "step":
+                    assert "was closed" in await comm.broadcast_object(None, 0)
+            else:
+                await asyncio.sleep(1)
+                with pytest.raises(MoveLostError, match=why):
+                    await read(target)
+            await comm.barrier()
+
+    simulate(program, 2, seed=1)
