@@ -18,7 +18,7 @@ from aiocomms.arguments import COMM_TIMEOUT, OpTimeout
 from aiocomms.errors import ArgumentError, CommClosedError, CommError, CommTimeoutError, wrong_thread
 from aiocomms.live.contributions import CALLED, Called, Contribution, contributions, flat
 from aiocomms.live.registers import LONG
-from aiocomms.live.rounds import BEGIN, MOST_HEADER, Into, Round, Rounds, Use
+from aiocomms.live.rounds import BEGIN, MOST_HEADER, NativeCall, Round, Rounds, Use
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.lowlevel.shielding import shielded
@@ -84,9 +84,9 @@ class QueuedCall:
         tensors.
     """
 
-    def __init__(self, header: bytes, parts: list[Tensor], ends: float, use: Use[Any], into: Into | None) -> None:
+    def __init__(self, header: bytes, parts: list[Tensor], ends: float, use: Use[Any], native: NativeCall) -> None:
         self.parts, self.ends = parts, ends
-        self._header, self._use, self._into = header, use, into
+        self._header, self._use, self._native = header, use, native
         self._abandoned = False
         self._begun, self._ended = anyio.Event(), anyio.Event()
         self._result: tuple[Any, Round] | None = None
@@ -96,7 +96,7 @@ class QueuedCall:
         """Take part in the next round (one collective)."""
         self._begun.set()
         try:
-            self._result = await rounds.take_part(self._header, self.parts, self.ends, self._used, self._into)
+            self._result = await rounds.take_part(self._header, self.parts, self.ends, self._used, self._native)
         except Exception as error:
             # The error refers to this frame, and so to this object, until a caller takes the error.
             self._error = None if self._abandoned else error
@@ -134,8 +134,7 @@ class QueuedCall:
             await self._ended.wait()
         except BaseException as error:
             self._abandoned, self._error = True, None
-            if self._into is not None:
-                self._into.tensor = None
+            self._native.abandoned = True
             if not self._ended.is_set() and not isinstance(error, GeneratorExit):  # A closed coroutine cannot await.
                 await shielded(partial(self._keep, rounds))
             raise
@@ -196,19 +195,15 @@ class LiveLane(Handle):
             contributes to the collective later.
         :raises CommClosedError: the group is closed, or another process has replaced this process.
         """
-        word = 0
-        if self._place.usable and not self._busy and _is_plain(timeout):
-            found = self._rounds.all_reduce(tensor, op)
-            if type(found) is Partial:
-                return found
-            word = found or 0
+        found = self._native("all_reduce", tensor, op, timeout)
+        if type(found) is Partial:
+            return found
         operator = self._operator(op, tensor)
 
         def result(given: dict[int, Contribution]) -> Tensor:
             return _reduced(operator, tensor, [next(it.tensors()) for it in given.values()])
 
-        into = Into(tensor, op, operator, word)
-        done = await self._call(f"all_reduce({operator})", [tensor], result, timeout, alike=True, into=into)
+        done = await self._call(f"all_reduce({operator})", [tensor], result, timeout, found, alike=True)
         if done.value is not tensor:
             await _write(tensor, done.value)
         return done._replace(value=tensor)
@@ -224,13 +219,16 @@ class LiveLane(Handle):
         :returns: the reduction for this rank.
         :raises CommError: see the errors of :meth:`all_reduce`.
         """
+        found = self._native("reduce_scatter", inputs, op, timeout)
+        if type(found) is Partial:
+            return found
         inputs = self._one_each(inputs)
         mine, operator = self._place.rank, self._operator(op, inputs[0])
 
         def result(given: dict[int, Contribution]) -> Tensor:
             return _reduced(operator, inputs[mine], [list(it.tensors())[mine] for it in given.values()])
 
-        return await self._call(f"reduce_scatter({operator})", inputs, result, timeout, alike=True)
+        return await self._call(f"reduce_scatter({operator})", inputs, result, timeout, found, alike=True)
 
     async def all_gather(self, tensor: Tensor, *, timeout: OpTimeout = COMM_TIMEOUT) -> Partial[dict[int, Tensor]]:
         """Gather every rank's tensor on all ranks.
@@ -240,11 +238,14 @@ class LiveLane(Handle):
         :returns: the tensors, as a dict from ranks to tensors.
         :raises CommError: see the errors of :meth:`all_reduce`.
         """
+        found = self._native("all_gather", tensor, None, timeout)
+        if type(found) is Partial:
+            return found
 
         def result(given: dict[int, Contribution]) -> dict[int, Tensor]:
             return {rank: _copy(next(it.tensors())) for rank, it in given.items()}
 
-        return await self._call("all_gather", [tensor], result, timeout)
+        return await self._call("all_gather", [tensor], result, timeout, found)
 
     async def all_to_all(
         self, inputs: Sequence[Tensor], *, timeout: OpTimeout = COMM_TIMEOUT
@@ -256,12 +257,15 @@ class LiveLane(Handle):
         :returns: the tensors that this rank has received, as a dict from senders to tensors.
         :raises CommError: see the errors of :meth:`all_reduce`.
         """
+        found = self._native("all_to_all", inputs, None, timeout)
+        if type(found) is Partial:
+            return found
         inputs, mine = self._one_each(inputs), self._place.rank
 
         def result(given: dict[int, Contribution]) -> dict[int, Tensor]:
             return {rank: _copy(list(it.tensors())[mine]) for rank, it in given.items()}
 
-        return await self._call("all_to_all", inputs, result, timeout)
+        return await self._call("all_to_all", inputs, result, timeout, found)
 
     async def broadcast(self, tensor: Tensor, *, timeout: OpTimeout = COMM_TIMEOUT) -> Partial[Tensor]:
         """Return the tensor of the lowest rank that contributes. The result's ``ranks[0]`` is this lowest rank.
@@ -271,11 +275,14 @@ class LiveLane(Handle):
         :returns: the tensor of ``ranks[0]``.
         :raises CommError: see the errors of :meth:`all_reduce`.
         """
+        found = self._native("broadcast", tensor, None, timeout)
+        if type(found) is Partial:
+            return found
 
         def result(given: dict[int, Contribution]) -> Tensor:
             return _copy(next(given[min(given)].tensors()))
 
-        return await self._call("broadcast", [tensor], result, timeout)
+        return await self._call("broadcast", [tensor], result, timeout, found)
 
     async def barrier(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> Partial[None]:
         """Wait until all live ranks have called this method.
@@ -283,23 +290,40 @@ class LiveLane(Handle):
         :param timeout: see :meth:`all_reduce`.
         :raises CommError: see the errors of :meth:`all_reduce`.
         """
-        return await self._call("barrier", [], lambda given: None, timeout)
+        found = self._native("barrier", None, None, timeout)
+        if type(found) is Partial:
+            return found
+        return await self._call("barrier", [], lambda given: None, timeout, found)
 
     # ------------------------------------------------------------------------------------------------------------------
 
+    def _native(self, kind: str, given: object, op: ReduceOp | str | None, timeout: OpTimeout) -> Any:
+        """Make a call through native code, and return its :class:`Partial`.
+
+        If the native code has no result, return a :class:`NativeCall` instead, for :meth:`_call`.
+        """
+        word = 0
+        if self._place.usable and not self._busy and _is_plain(timeout):
+            found = self._rounds.call(kind, given, op)
+            if type(found) is Partial:
+                return found
+            word = found or 0
+        return NativeCall(kind, given, op, word)
+
     async def _call(
         self, op: str, tensors: Sequence[Tensor], result: Callable[[dict[int, Contribution]], T],
-        timeout: OpTimeout, alike: bool = False, into: Into | None = None,
+        timeout: OpTimeout, native: NativeCall, alike: bool = False,
     ) -> Partial[T]:  # fmt: skip
         place, name = self._place, op.partition("(")[0]
         try:
             place.check(name)
             ends = clock.now() + arguments.op_deadline(timeout, place.timeout)
-            long = self._bytes(tensors, write=into is not None) > LONG
+            long = self._bytes(tensors, write=native.kind == "all_reduce") > LONG
             called = Called.of(op, tensors, alike)
             header = CALLED.encode(called)
             if len(header) > MOST_HEADER:
                 raise ArgumentError(f"the shapes take {len(header)} bytes, wanted at most {MOST_HEADER}")
+            self._rounds.learn(native, header)
 
             async def use(given: dict[int, tuple[bytes, Tensor]]) -> T:
                 def make() -> T:
@@ -307,27 +331,27 @@ class LiveLane(Handle):
 
                 return await run_in_thread(make) if long else make()
 
-            value, round_ = await self._in_turn(header, flat(tensors), ends, use, into)
+            value, round_ = await self._in_turn(header, flat(tensors), ends, use, native)
         except CommError as error:
             raise error.about(comm=place.name, op=name, rank=place.rank) from error.__cause__
         return Partial(value, round_.ranks, round_.number - BEGIN)
 
     async def _in_turn(
-        self, header: bytes, parts: list[Tensor], ends: float, use: Use[T], into: Into | None
+        self, header: bytes, parts: list[Tensor], ends: float, use: Use[T], native: NativeCall
     ) -> tuple[T, Round]:
         """Take part in the next round. If that is not possible at once, take part in a background task.
 
         The cancellation of the caller does not affect the background task.
         """
-        begun = None if self._busy else self._rounds.at_once(header, parts, 0 if into is None else into.word)
+        begun = None if self._busy else self._rounds.at_once(header, parts, native.word)
         if begun is None:
-            call = QueuedCall(header, parts, ends, use, into)
+            call = QueuedCall(header, parts, ends, use, native)
             self._queue.append(call)
             self._start_queue()
             return await call.ended(self._rounds)
         self._busy = True
         try:
-            return await self._rounds.take_part(header, parts, ends, use, into, begun)
+            return await self._rounds.take_part(header, parts, ends, use, native, begun)
         finally:
             self._busy = False
             self._start_queue()

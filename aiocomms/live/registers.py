@@ -39,13 +39,16 @@ class Shortcut(Protocol):
         :returns: the round's word; 0 if the native code could not contribute.
         """
 
-    def all_reduce(self, number: int, tensor: object, op: object, /) -> Any:
-        """Contribute one tensor, as :meth:`arrive` does, and reduce all contributions into the tensor.
+    def call(self, number: int, kind: str, given: object, op: object, /) -> Any:
+        """Contribute tensors, as :meth:`arrive` does, and make the result of the collective.
 
-        This is possible only for a call that :meth:`know_call` has stored.
+        This is possible only for a call that :meth:`know_call` has stored, and if all ranks make the same call.
 
-        :returns: a :class:`~aiocomms.live.lane.Partial` if the native code has contributed and reduced; the round's
-            word if it has only contributed; None if it has done neither.
+        :param kind: the name of the collective, as an interned string.
+        :param given: the tensor, the list of tensors, or None for a barrier.
+        :param op: the operator as the program passed it, or None.
+        :returns: a :class:`~aiocomms.live.lane.Partial` if the native code has contributed and made the result; the
+            round's word if it has only contributed; None if it has done neither.
         """
 
     def finish(self, word: int, tensor: object, op: object, /) -> bool:
@@ -57,8 +60,12 @@ class Shortcut(Protocol):
     def know(self, holders: dict[int, int], /) -> None:
         """Store the number of each rank's process."""
 
-    def know_call(self, tensor: object, op: object, kind: str, factor: float, header: bytes, /) -> None:
-        """Store the header of a call, so that :meth:`all_reduce` can make this call."""
+    def know_call(self, kind: str, given: object, op: object, operator: str, factor: float, header: bytes, /) -> None:
+        """Store the header of a call, so that :meth:`call` can make this call.
+
+        :param operator: the kind of the parsed operator.
+        :param factor: the factor of the parsed operator.
+        """
 
 
 class Registers(Protocol):

@@ -64,20 +64,26 @@ def _ranks_of(bits: int) -> tuple[int, ...]:
     return tuple(rank for rank in range(MOST_RANKS) if bits >> rank & 1)
 
 
-class Into:
-    """A tensor that this rank contributes. All contributions are reduced into the same tensor.
+class NativeCall:
+    """The arguments with which native code can make a call.
 
-    :param op: the operator as the program passed it.
-    :param operator: the parsed operator.
-    :param word: the :attr:`Round.word` if :meth:`Rounds.all_reduce` has contributed the tensor, else 0.
+    :param kind: the name of the collective, as an interned string.
+    :param given: the tensor, the list of tensors, or None for a barrier.
+    :param op: the operator as the program passed it, or None.
+    :param word: the :attr:`Round.word` if :meth:`Rounds.call` has contributed the tensors, else 0.
     """
 
-    __slots__ = ("op", "operator", "tensor", "word")
+    __slots__ = ("abandoned", "given", "kind", "op", "word")
 
-    def __init__(self, tensor: Tensor, op: object, operator: ReduceOp, word: int) -> None:
-        self.tensor: Tensor | None = tensor
-        """The tensor; None after a cancellation of the call, because the program may then change the tensor."""
-        self.op, self.operator, self.word = op, operator, word
+    def __init__(self, kind: str, given: object, op: ReduceOp | str | None, word: int) -> None:
+        self.kind, self.given, self.op, self.word = kind, given, op, word
+        self.abandoned = False
+        """True after a cancellation of the call, because the program may then change the tensors."""
+
+    @property
+    def operator(self) -> ReduceOp:
+        """The parsed operator, or SUM if the collective has none."""
+        return ReduceOp.SUM if self.op is None else ReduceOp.parse(self.op)
 
 
 class Rounds:
@@ -104,15 +110,21 @@ class Rounds:
         self._holders: dict[int, int] = {}
         """The number of the process that made each rank's last contribution."""
 
-    def all_reduce(self, tensor: Tensor, op: object) -> Any:
-        """Take part in the next round through :meth:`Shortcut.all_reduce`. Return the result of that method."""
+    def call(self, kind: str, given: object, op: object) -> Any:
+        """Take part in the next round through :meth:`Shortcut.call`. Return the result of that method."""
         number = self._next
         if not self._was_in or number is None or self._shortcut is None:
             return None
-        found = self._shortcut.all_reduce(number, tensor, op)
+        found = self._shortcut.call(number, kind, given, op)
         if found is not None:
             self._next, self._was_in = number + 1, type(found) is not int
         return found
+
+    def learn(self, native: NativeCall, header: bytes) -> None:
+        """Store a call and its header, so that :meth:`call` can make the call. The tensors are as they were checked."""
+        if self._shortcut is not None:
+            how = native.operator
+            self._shortcut.know_call(native.kind, native.given, native.op, how.kind, how.factor, self._prefix + header)
 
     async def take_part(
         self,
@@ -120,7 +132,7 @@ class Rounds:
         parts: Sequence[Tensor],
         ends: float,
         use: Use[T],
-        into: Into | None = None,
+        native: NativeCall,
         begun: tuple[int, Round] | None = None,
     ) -> tuple[T, Round]:
         """Contribute to the next round, wait until it is decided, and use the contributions.
@@ -131,7 +143,8 @@ class Rounds:
         :param ends: the end of the wait for other ranks, as a time of ``aiocomms.lowlevel.clock.now()``.
         :param use: a function that makes the result from the contributions. If the contributions change before the
             function ends, the result is discarded.
-        :param into: a tensor. If native code can reduce the contributions into the tensor, ``use`` is not called.
+        :param native: the call's arguments. If native code can reduce the contributions into the call's tensor, ``use``
+            is not called.
         :param begun: the result of :meth:`at_once`, if :meth:`at_once` has contributed.
         :returns: the result, and the round.
         :raises LeftBehindError: the other ranks have completed this round and the next round. The next call of this
@@ -141,7 +154,7 @@ class Rounds:
         try:
             header = self._prefix + header
             number, round_ = await self._decided(header, parts, ends, begun)
-            result = self._reduced(round_, header, into)
+            result = self._reduced(round_, native)
             if result is None:
                 result = await self._used(number, round_, use)
         except LeftBehindError:
@@ -156,7 +169,7 @@ class Rounds:
 
         If the native code cannot contribute, return None.
 
-        :param word: the :attr:`Round.word` if :meth:`all_reduce` has contributed, else 0.
+        :param word: the :attr:`Round.word` if :meth:`call` has contributed, else 0.
         """
         if word:
             round_ = self._round(0, word)
@@ -195,15 +208,14 @@ class Rounds:
             round_ = await self._end_of(number, ends)
         return number, round_
 
-    def _reduced(self, round_: Round, header: bytes, into: Into | None) -> Any:
-        """Reduce the contributions into the tensor through native code, and return the tensor.
+    def _reduced(self, round_: Round, native: NativeCall) -> Any:
+        """Reduce the contributions to an all_reduce into the tensor through native code, and return the tensor.
 
         If the native code cannot reduce them, return None.
         """
-        if into is None or into.tensor is None or self._shortcut is None or not round_.bits & self._bit:
+        if native.kind != "all_reduce" or native.abandoned or self._shortcut is None or not round_.bits & self._bit:
             return None
-        self._shortcut.know_call(into.tensor, into.op, into.operator.kind, into.operator.factor, header)
-        return into.tensor if self._shortcut.finish(round_.word, into.tensor, into.op) else None
+        return native.given if self._shortcut.finish(round_.word, native.given, native.op) else None
 
     async def _used(self, number: int, round_: Round, use: Use[T]) -> T:
         given = {}

@@ -28,6 +28,7 @@ from aiocomms.lowlevel.hosts import PROCESS_BITS, process_descriptor
 from aiocomms.lowlevel.libraries import native
 from aiocomms.lowlevel.shielding import shielded
 from aiocomms.lowlevel.threads import run_in_thread
+from aiocomms.ops import buffers
 from aiocomms.progress.driver import Bell, LoopDriver
 
 _LINE: Final = 64
@@ -165,6 +166,7 @@ class SharedRegisters:
             stride=_stride(self._capacity),
             most=min(LONG, self._capacity),
             partial=Partial,
+            like=buffers.like,
         )
         return made
 

@@ -29,6 +29,12 @@ def empty(*shape: Any, dtype: torch.dtype, device: Device) -> Tensor:
 
 
 @unaffected
+def like(tensor: Tensor) -> Tensor:
+    """Return an uninitialized tensor with the shape, dtype and device of another tensor."""
+    return torch.empty_like(tensor)
+
+
+@unaffected
 def zeros(*shape: Any, dtype: torch.dtype, device: Device) -> Tensor:
     """Return a new tensor of zeros. The parameters are those of :func:`empty`."""
     return torch.zeros(*shape, dtype=dtype, device=device)

@@ -114,7 +114,9 @@ async def test_call_ends_by_its_deadline_with_those_that_have_come(memory):
             assert (found.value.item(), found.ranks) == (6.0, (1, 2))
         [late] = await sums(three[:1])
         assert (late.value.item(), late.ranks, late.number) == (6.0, (1, 2), 1)
-        for found in await sums(three):  # The late rank is waited for again.
+        rejoins = asyncio.create_task(sums(three[:1]))
+        await turns()
+        for found in [*await sums(three[1:]), *await rejoins]:  # The late rank is waited for again.
             assert (found.value.item(), found.ranks, found.number) == (7.0, (0, 1, 2), 2)
 
 

@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 import aiocomms
 from aiocomms import ReduceOp
-from aiocomms.errors import MismatchError
+from aiocomms.errors import ArgumentError, MismatchError
 from aiocomms.live.lane import LiveLane, Partial
 from aiocomms.ops.reductions import SUPPORTED
 
@@ -80,6 +80,74 @@ def at_once(call: Any) -> Any:
     with pytest.raises(StopIteration) as ended:
         call.send(None)
     return ended.value.value
+
+
+CALLS: dict[str, Any] = {
+    "reduce_scatter": lambda lane, own, parts: lane.reduce_scatter(parts, op=ReduceOp.MAX),
+    "all_gather": lambda lane, own, parts: lane.all_gather(own),
+    "all_to_all": lambda lane, own, parts: lane.all_to_all(tuple(parts)),
+    "broadcast": lambda lane, own, parts: lane.broadcast(own),
+    "barrier": lambda lane, own, parts: lane.barrier(),
+}
+
+
+def plain(value: Any) -> Any:
+    """Return a result in a form that can be compared."""
+    if isinstance(value, dict):
+        return [(rank, plain(each)) for rank, each in value.items()]
+    return (value.dtype, value.tolist()) if isinstance(value, Tensor) else value
+
+
+@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("native", [(0, 1, 2), (1, 2)], ids=["all", "some"])
+@pytest.mark.asyncio
+async def test_native_results_are_those_in_python(kind, native):
+    async with lanes(3) as slow, lanes(3) as quick:
+        for rank, lane in enumerate([*quick, *slow]):
+            if rank not in native:
+                kept_from_native(lane)
+        for dtype, count, seed in itertools.product((torch.int8, torch.float64), (0, 1, 3, 5000), range(3)):
+            own = [values(dtype, count, 10 * seed + rank) for rank in range(3)]
+            parts = [
+                [values(dtype, count + 2 * to, 100 * seed + 10 * rank + to) for to in range(3)] for rank in range(3)
+            ]
+            given = [[it.clone() for it in own], [[it.clone() for it in each] for each in parts]]
+            calls = [CALLS[kind](lane, own[n % 3], parts[n % 3]) for n, lane in enumerate([*slow, *quick])]
+            found = [(plain(it.value), it.ranks, it.number) for it in await asyncio.gather(*calls)]
+            assert found[:3] == found[3:]
+            assert [plain(it) for it in own] == [plain(it) for it in given[0]], "the call has changed its tensors"
+            for rank in range(3):
+                assert [plain(it) for it in parts[rank]] == [plain(it) for it in given[1][rank]]
+
+
+@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.asyncio
+async def test_known_calls_are_done_by_native_code(kind, monkeypatch):
+    async with lanes(1) as (lane,):
+        own = torch.tensor([3.0])
+        for _ in range(2):
+            await CALLS[kind](lane, own, [own])
+        monkeypatch.setattr(lane, "_call", None)
+        with torch.inference_mode():
+            found = at_once(CALLS[kind](lane, own, [own]))
+        value = found.value[0] if isinstance(found.value, dict) else found.value
+        if kind != "barrier":
+            assert value.tolist() == [3.0]
+            assert value.data_ptr() != own.data_ptr()
+            assert not value.is_inference()
+        with pytest.raises(TypeError):
+            at_once(lane.all_gather(torch.ones(4, 2).t()))
+        with pytest.raises(ArgumentError, match="one per rank"):
+            await lane.all_to_all([own, own])
+
+
+@pytest.mark.asyncio
+async def test_shapes_that_differ_are_gathered_in_python():
+    async with lanes(2) as two:
+        for counts in ((2, 2), (2, 2), (2, 3), (3, 3), (3, 2)):
+            given = [torch.full((count,), float(rank)) for rank, count in enumerate(counts)]
+            for found in await asyncio.gather(*(it.all_gather(given[rank]) for rank, it in enumerate(two))):
+                assert [it.tolist() for it in found.value.values()] == [it.tolist() for it in given]
 
 
 @pytest.mark.asyncio

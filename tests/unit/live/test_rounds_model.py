@@ -16,7 +16,7 @@ import pytest
 
 from aiocomms.errors import LeftBehindError
 from aiocomms.live.registers import LEFT, place_of
-from aiocomms.live.rounds import Round, Rounds
+from aiocomms.live.rounds import NativeCall, Round, Rounds
 
 pytestmark = pytest.mark.deterministic
 
@@ -103,6 +103,10 @@ class StepRegisters:
     def close(self) -> None: ...
 
 
+CALL = NativeCall("barrier", None, None, 0)
+"""A call that has no native code here."""
+
+
 class Process:
     """One process: a rank that makes some calls."""
 
@@ -118,7 +122,7 @@ class Process:
         for call in range(calls):
             given = (self.rank, self.number, call)
             try:
-                result, round_ = await rounds.take_part(b"", [given], 0.0, world.use)
+                result, round_ = await rounds.take_part(b"", [given], 0.0, world.use, CALL)
             except LeftBehindError:
                 world.left_behind += 1
             else:

@@ -102,9 +102,38 @@ bool Rounds::reduce(std::uint64_t word, std::string_view header, const Reduction
   alignas(16) std::byte beside[kBeside];
   std::byte* const out = data.size() <= kBeside ? beside : data.data();
   aiocomms::reduce(how, out, in.data(), count, data.size() / size_of(how.dtype));
-  if (lane_.number_of(words_.load(lane_.word_of(number))) != number) return false;
+  if (!unchanged(word)) return false;
   if (out == beside) std::memcpy(data.data(), out, data.size());
   return true;
+}
+
+bool Rounds::copy(std::uint64_t word, std::string_view header, std::size_t bytes, std::span<const Part> parts) {
+  if (!same(word, header, bytes)) return false;
+  for (const Part& part : parts) {
+    const std::byte* const data = lane_.area(lane_.number_of(word), part.rank) + kHead;
+    if (part.count != 0) std::memcpy(part.to, data + part.from, part.count);
+  }
+  return unchanged(word);
+}
+
+bool Rounds::reduce_part(std::uint64_t word, std::string_view header, const Reduction& how, std::size_t bytes,
+                         std::size_t from, std::span<std::byte> out) {
+  if (!same(word, header, bytes)) return false;
+  std::array<const void*, kMostRanks> in;
+  int count = 0;
+  for (std::size_t rank = 0; rank < lane_.size; ++rank) {
+    if (word >> rank & 1)
+      in[static_cast<std::size_t>(count++)] = lane_.area(lane_.number_of(word), rank) + kHead + from;
+  }
+  aiocomms::reduce(how, out.data(), in.data(), count, out.size() / size_of(how.dtype));
+  return unchanged(word);
+}
+
+bool Rounds::same(std::uint64_t word, std::string_view header, std::size_t bytes) {
+  for (std::size_t rank = 0; rank < lane_.size; ++rank) {
+    if (word >> rank & 1 && contribution(lane_.number_of(word), rank, header, bytes) == nullptr) return false;
+  }
+  return unchanged(word);
 }
 
 }  // namespace aiocomms

@@ -49,6 +49,19 @@ class Rounds {
   // Reduces the contributions of a decided round, in the order of ranks, into this rank's own contribution. False: some
   // rank has called something else, or a later round uses the areas. `data` may then hold anything.
   bool reduce(std::uint64_t word, std::string_view header, const Reduction& how, std::span<std::byte> data);
+  // A copy from a rank's contribution: from its byte `from` on, `count` bytes.
+  struct Part {
+    std::size_t rank;
+    std::byte* to;
+    std::size_t from, count;
+  };
+  // Copies from contributions of `bytes` bytes each. False: as for reduce().
+  bool copy(std::uint64_t word, std::string_view header, std::size_t bytes, std::span<const Part> parts);
+  // Reduces the bytes from `from` on of all contributions, which have `bytes` bytes each, into `out`. False: see above.
+  bool reduce_part(std::uint64_t word, std::string_view header, const Reduction& how, std::size_t bytes,
+                   std::size_t from, std::span<std::byte> out);
+  // Whether all ranks of a decided round have made the same call.
+  bool same(std::uint64_t word, std::string_view header, std::size_t bytes);
   // Sets the number that identifies a rank. The headers of its contributions begin with it.
   void know(std::size_t rank, std::uint64_t holder) { holders_.at(rank) = holder; }
   std::uint64_t bits_of(std::uint64_t word) const { return word & (lane_.decided() - 1); }
@@ -59,6 +72,10 @@ class Rounds {
   // Returns a rank's data if it has made the same call with equally many bytes, else null.
   const std::byte* contribution(std::uint64_t number, std::size_t rank, std::string_view header,
                                 std::size_t bytes) const;
+  bool unchanged(std::uint64_t word) const {
+    const std::uint64_t number = lane_.number_of(word);
+    return lane_.number_of(words_.load(lane_.word_of(number))) == number;
+  }
   std::uint64_t spin(std::uint64_t number, std::uint64_t word, std::size_t bytes) const;
 
   Words& words_;

@@ -1,0 +1,281 @@
+// The calls of one lane of a live group: native code for calls that Python has made before (see
+// aiocomms/live/registers.py). All calls hold the interpreter's lock.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "bindings/tensors.hpp"
+#include "bindings/unlocked.hpp"
+#include "words/rounds.hpp"
+
+namespace aiocomms {
+
+enum class Collective { kAllReduce, kReduceScatter, kAllGather, kAllToAll, kBroadcast, kBarrier };
+
+// The names in Python, in the order of Collective and of Operator.
+constexpr std::array kCollectives{"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier"};
+constexpr std::array kOperators{"sum", "product", "min", "max", "band", "bor", "bxor", "avg", "premul_sum"};
+
+// The tensors of a call.
+struct Given {
+  std::vector<nanobind::object> tensors;
+  std::vector<View> views;
+
+  std::size_t bytes(std::size_t count) const {
+    std::size_t sum = 0;
+    for (std::size_t i = 0; i < count; ++i) sum += views[i].bytes();
+    return sum;
+  }
+  std::size_t bytes() const { return bytes(views.size()); }
+};
+
+// The header of an earlier call, by its collective, operator, dtype and shapes.
+struct KnownCall {
+  Collective kind;
+  nanobind::object op;
+  std::vector<std::vector<std::int64_t>> shapes;
+  Reduction how;
+  std::string header;
+
+  bool is(Collective other, nanobind::handle given, const std::vector<View>& views) const {
+    const auto same = [&](const std::vector<std::int64_t>& shape, const View& view) {
+      return view.dtype == how.dtype && std::ranges::equal(shape, view.shape);
+    };
+    return kind == other && given.is(op) && std::ranges::equal(shapes, views, same);
+  }
+};
+
+class Calls {
+ public:
+  // partial: the class of results, a named tuple. like: returns a new tensor with the shape and dtype of a tensor.
+  Calls(Words& words, const LaneMemory& lane, std::size_t most, nanobind::object partial, nanobind::object like)
+      : rounds_(words, lane), most_(most), partial_(std::move(partial)), like_(std::move(like)) {
+    for (std::size_t i = 0; i < names_.size(); ++i) names_[i] = PyUnicode_InternFromString(kCollectives[i]);
+  }
+
+  std::uint64_t arrive(std::uint64_t number, const nanobind::bytes& header,
+                       const std::vector<std::pair<std::uintptr_t, std::size_t>>& given) {
+    std::vector<Rounds::Bytes> parts;
+    for (const auto& [address, count] : given) parts.push_back({reinterpret_cast<const std::byte*>(address), count});
+    return arrive(number, {header.c_str(), header.size()}, parts);
+  }
+
+  // Returns None if nothing was done. Returns the round's word if this rank has only arrived. Otherwise it returns the
+  // result.
+  nanobind::object call(std::uint64_t number, nanobind::handle kind, nanobind::handle given, nanobind::handle op) {
+    const auto which = collective(kind);
+    const std::optional<Given> all = which ? views_of(*which, given) : std::nullopt;
+    const std::shared_ptr<const KnownCall> known = all ? find(*which, op, all->views) : nullptr;
+    if (known == nullptr) return nanobind::none();
+    std::vector<Rounds::Bytes> parts;
+    for (const View& view : all->views) parts.push_back({static_cast<const std::byte*>(view.data), view.bytes()});
+    const std::uint64_t word = arrive(number, known->header, parts);
+    if (word == 0) return nanobind::none();
+    if ((word & rounds_.lane().decided()) && !rounds_.awaited(number)) {
+      const nanobind::object value = value_of(word, *known, *all);
+      if (value) return result(word, value);
+    }
+    return nanobind::int_(word);
+  }
+
+  // Whether the tensor now holds the result of a decided round, at which this rank arrived by all_reduce.
+  bool finish(std::uint64_t word, nanobind::handle tensor, nanobind::handle op) {
+    const std::optional<Given> all = views_of(Collective::kAllReduce, tensor);
+    const std::shared_ptr<const KnownCall> known = all ? find(Collective::kAllReduce, op, all->views) : nullptr;
+    return known != nullptr && reduce(word, *known, *all);
+  }
+
+  void know(const nanobind::dict& holders) {
+    for (const auto& [rank, holder] : holders)
+      rounds_.know(nanobind::cast<std::size_t>(rank), nanobind::cast<std::uint64_t>(holder));
+  }
+
+  void know_call(nanobind::handle kind, nanobind::handle given, nanobind::object op, const std::string& reduction,
+                 double factor, const nanobind::bytes& header) {
+    const auto which = collective(kind);
+    const auto name = std::ranges::find(kOperators, reduction);
+    const std::optional<Given> all = which ? views_of(*which, given) : std::nullopt;
+    if (!all || name == kOperators.end() || find(*which, op, all->views) != nullptr) return;
+    const DType dtype = all->views.empty() ? DType{} : all->views[0].dtype;
+    const Reduction how{static_cast<Operator>(name - kOperators.begin()), dtype, factor};
+    KnownCall call{*which, std::move(op), {}, how, {header.c_str(), header.size()}};
+    for (const View& view : all->views) call.shapes.emplace_back(view.shape.begin(), view.shape.end());
+    auto kept = std::make_shared<const KnownCall>(std::move(call));
+    if (known_.size() < kKnown) {
+      known_.push_back(std::move(kept));
+    } else {
+      known_[next_++ % kKnown].swap(kept);
+    }
+  }
+
+ private:
+  static constexpr std::uint64_t kBegin = 2;  // the number of a lane's first round
+  static constexpr std::size_t kKnown = 16;   // the most known calls
+  // A copy of so few bytes takes less time than releasing and retaking the interpreter's lock.
+  static constexpr std::size_t kAtOnce = 4096;
+
+  static std::optional<Unlocked> unlocked(std::size_t bytes) {
+    return bytes > kAtOnce ? std::optional<Unlocked>(std::in_place) : std::optional<Unlocked>();
+  }
+
+  std::uint64_t arrive(std::uint64_t number, std::string_view header, const std::vector<Rounds::Bytes>& parts) {
+    std::size_t bytes = 0;
+    for (const Rounds::Bytes& part : parts) bytes += part.size();
+    if (bytes > most_) return 0;
+    const auto free = unlocked(bytes);
+    return rounds_.arrive(number, header, parts);
+  }
+
+  std::optional<Collective> collective(nanobind::handle name) const {
+    const auto found = std::ranges::find(names_, name.ptr());
+    if (found == names_.end()) return {};
+    return static_cast<Collective>(found - names_.begin());
+  }
+
+  // Nothing: a tensor is not certainly plain, or there is not one for each rank.
+  std::optional<Given> views_of(Collective kind, nanobind::handle given) const {
+    Given all;
+    if (kind == Collective::kReduceScatter || kind == Collective::kAllToAll) {
+      if (!PyList_CheckExact(given.ptr()) && !PyTuple_CheckExact(given.ptr())) return {};
+      PyObject** const items = PySequence_Fast_ITEMS(given.ptr());
+      const auto count = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(given.ptr()));
+      if (count != rounds_.lane().size) return {};
+      for (std::size_t i = 0; i < count; ++i) all.tensors.push_back(nanobind::borrow(items[i]));
+    } else if (kind != Collective::kBarrier) {
+      all.tensors.push_back(nanobind::borrow(given));
+    }
+    for (const nanobind::object& tensor : all.tensors) {
+      const std::optional<View> view = plain_view(tensor, kind == Collective::kAllReduce);
+      if (!view) return {};
+      all.views.push_back(*view);
+    }
+    return all;
+  }
+
+  // A caller holds what it has found, because Python code may run meanwhile and replace it.
+  std::shared_ptr<const KnownCall> find(Collective kind, nanobind::handle op, const std::vector<View>& views) const {
+    const auto found = std::ranges::find_if(known_, [&](const auto& it) { return it->is(kind, op, views); });
+    return found == known_.end() ? nullptr : *found;
+  }
+
+  // Null: some rank has called something else, a later round uses the areas, or there is no memory.
+  nanobind::object value_of(std::uint64_t word, const KnownCall& known, const Given& all) {
+    switch (known.kind) {
+      case Collective::kAllReduce:
+        return reduce(word, known, all) ? nanobind::borrow(all.tensors[0]) : nanobind::object();
+      case Collective::kBarrier:
+        return rounds_.same(word, known.header, 0) ? nanobind::none() : nanobind::object();
+      case Collective::kBroadcast:
+        return copied(word, known, all, 0, Wanted::kFirst);
+      case Collective::kAllGather:
+        return copied(word, known, all, 0, Wanted::kEach);
+      case Collective::kAllToAll:
+        return copied(word, known, all, rounds_.lane().rank, Wanted::kEach);
+      case Collective::kReduceScatter:
+        return scattered(word, known, all);
+    }
+    return {};
+  }
+
+  bool reduce(std::uint64_t word, const KnownCall& known, const Given& all) {
+    const View& data = all.views[0];
+    note_write(all.tensors[0]);
+    const auto free = unlocked(data.bytes());
+    return rounds_.reduce(word, known.header, known.how, {static_cast<std::byte*>(data.data), data.bytes()});
+  }
+
+  // A new tensor like one of the call. Null: there is no memory.
+  std::optional<std::pair<nanobind::object, View>> made(const Given& all, std::size_t like) const {
+    PyObject* given[] = {all.tensors[like].ptr()};
+    nanobind::object tensor = nanobind::steal(PyObject_Vectorcall(like_.ptr(), given, 1, nullptr));
+    if (!tensor) PyErr_Clear();
+    const std::optional<View> view = tensor ? plain_view(tensor, false) : std::nullopt;
+    if (!view) return {};
+    return std::pair{std::move(tensor), *view};
+  }
+
+  enum class Wanted { kFirst, kEach };
+
+  // Copies of the tensors `part` of the contributions: that of the lowest rank, or a dict from each rank to its own.
+  nanobind::object copied(std::uint64_t word, const KnownCall& known, const Given& all, std::size_t part,
+                          Wanted wanted) {
+    const std::size_t from = all.bytes(part), count = all.views[part].bytes();
+    std::vector<Rounds::Part> parts;
+    nanobind::dict each;
+    nanobind::object first;
+    for (std::size_t rank = 0; rank < rounds_.lane().size; ++rank) {
+      if (!(word >> rank & 1) || (first && wanted == Wanted::kFirst)) continue;
+      const auto out = made(all, part);
+      if (!out) return {};
+      if (!first) first = out->first;
+      if (wanted == Wanted::kEach) each[nanobind::int_(rank)] = out->first;
+      parts.push_back({rank, static_cast<std::byte*>(out->second.data), from, count});
+    }
+    bool done = false;
+    {
+      const auto free = unlocked(count * parts.size());
+      done = rounds_.copy(word, known.header, all.bytes(), parts);
+    }
+    if (!done) return {};
+    return wanted == Wanted::kEach ? nanobind::object(std::move(each)) : first;
+  }
+
+  nanobind::object scattered(std::uint64_t word, const KnownCall& known, const Given& all) {
+    const std::size_t mine = rounds_.lane().rank;
+    const auto out = made(all, mine);
+    if (!out) return {};
+    const std::span<std::byte> data{static_cast<std::byte*>(out->second.data), out->second.bytes()};
+    bool done = false;
+    {
+      const auto free = unlocked(data.size());
+      done = rounds_.reduce_part(word, known.header, known.how, all.bytes(), all.bytes(mine), data);
+    }
+    return done ? out->first : nanobind::object();
+  }
+
+  nanobind::object result(std::uint64_t word, const nanobind::object& value) {
+    const std::uint64_t bits = rounds_.bits_of(word);
+    if (bits != bits_ || !ranks_) {
+      nanobind::list ranks;
+      for (std::size_t rank = 0; rank < rounds_.lane().size; ++rank) {
+        if (bits >> rank & 1) ranks.append(rank);
+      }
+      ranks_ = nanobind::tuple(ranks);
+      bits_ = bits;
+    }
+    const nanobind::int_ number(rounds_.lane().number_of(word) - kBegin);
+    auto cls = reinterpret_cast<PyTypeObject*>(partial_.ptr());
+    PyObject* made = cls->tp_alloc(cls, 3);
+    if (made == nullptr) nanobind::raise_python_error();
+    PyTuple_SET_ITEM(made, 0, Py_NewRef(value.ptr()));
+    PyTuple_SET_ITEM(made, 1, Py_NewRef(ranks_.ptr()));
+    PyTuple_SET_ITEM(made, 2, Py_NewRef(number.ptr()));
+    return nanobind::steal(made);
+  }
+
+  Rounds rounds_;
+  std::size_t most_;
+  nanobind::object partial_, like_;
+  std::array<PyObject*, kCollectives.size()> names_;
+  std::vector<std::shared_ptr<const KnownCall>> known_;
+  std::size_t next_ = 0;
+  std::uint64_t bits_ = 0;  // of the last result
+  nanobind::object ranks_;
+};
+
+}  // namespace aiocomms
