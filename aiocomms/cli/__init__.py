@@ -1,4 +1,4 @@
-"""The command ``aiocomms``: it starts ranks, measures operations, runs simulations, and shows running programs."""
+"""The command ``aiocomms``, which starts ranks, measures operations, runs simulations, and shows running programs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _open_streams() -> None:
     """Open the null device for each standard stream that was closed at the start of the process.
 
     Otherwise a later file or socket gets the descriptor of the closed stream, and the output of ranks is written to
-    that file or socket. Python represents such a closed stream by None.
+    that file or socket. For a closed standard stream, the attribute of ``sys`` is None.
     """
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:

@@ -1,7 +1,7 @@
 """The command ``aiocomms trace``, which merges flight recorders, explains the waits of ranks, and draws a trace.
 
-The files come from other processes. This module decodes each line into a fixed type. If a line is invalid, an error
-names the fault.
+Other processes have written the files of the flight recorders. So this module decodes each line of a file into a fixed
+type. If a line is invalid, an error names the fault.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class _TraceWait(NamedTuple):
 
 
 def _waited(ranks: Ranks) -> Iterator[str]:
-    """Yield lines about ranks that waited for each other in a circle when a receive was withdrawn at its deadline."""
+    """Yield lines about a circle of ranks that waited for each other until a receive missed its deadline."""
     ahead = _clocks(ranks)
     briefs = {rank: record.header.brief for rank, record in ranks.items()}
     waits: dict[int, list[_TraceWait]] = {}
@@ -240,7 +240,7 @@ def _waited(ranks: Ranks) -> Iterator[str]:
 
 
 def _waits(item: Item) -> bool:
-    """Return whether an op is pending, and is not an idle receive for a message that may never come."""
+    """Return whether an op is pending. An idle receive does not count, because its message may never come."""
     return item.state == "pending" and not item.idle
 
 
@@ -263,8 +263,8 @@ def _arrows(circle: Sequence[int]) -> str:
 def _clocks(ranks: Ranks) -> dict[int, float]:
     """Return, for each rank, the difference between the wall clock and the monotonic clock, in seconds.
 
-    The ranks of one host share a monotonic clock. They get the same difference, although the wall clock may have been
-    set between the writes of their files.
+    The ranks of one host share a monotonic clock. All of them get the difference of the lowest rank
+    of the host, because the wall clock may have been set after that rank wrote its file.
     """
     hosts: dict[str, float] = {}
     return {
@@ -310,8 +310,8 @@ def _events(groups: Sequence[Ranks], happened: Sequence[Happening]) -> Iterator[
     """Yield the events of Chrome's Trace Event Format.
 
     Each rank is drawn as a process. The process numbers begin with 1. Ops that overlap in time are drawn as different
-    threads of the process. Perfetto requires thread numbers that are unique on the machine. The thread number 0 is
-    invalid, and the main thread of a process has the process number as its thread number.
+    threads of the process. Perfetto requires thread numbers that are above 0 and unique among all
+    processes. The main thread of a process must have the process number as its thread number.
     """
     records = [record for ranks in groups for _, record in sorted(ranks.items())]
     clocks = [ahead for ranks in groups for _, ahead in sorted(_clocks(ranks).items())]

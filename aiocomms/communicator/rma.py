@@ -25,7 +25,7 @@ Given = TypeVar("Given", bound=TensorLike)
 
 
 class OneSided(Issuer):
-    """The method that opens windows."""
+    """The base class with the method that opens windows."""
 
     async def new_window(self, tensor: TensorLike, *, timeout: OpTimeout = COMM_TIMEOUT) -> Window:
         """Open a tensor to one-sided access by the other ranks. Collective.
@@ -36,9 +36,9 @@ class OneSided(Issuer):
         :returns: the window, once every rank's part is open.
         :raises ArgumentError: the tensor cannot be opened; nothing was sent.
         :raises MismatchError: the ranks' dtypes differ; the communicator stays usable.
-        :raises CommAbortedError: the call was cancelled on another rank. The communicator is lost after a cancelled
-            call, because the other ranks may already have the window. They would wait for this rank to close the
-            window.
+        :raises CommAbortedError: the call was cancelled on another rank. A cancelled call ends the
+            communicator: some ranks may already have the window, and would wait for the rank of the cancelled call to
+            close the window.
         :raises UnsupportedOperation: no transport of this communicator has RMA.
         """
         return await self._begin_window(tensor, timeout)
@@ -114,14 +114,14 @@ class OneSided(Issuer):
 class Window(Handle):
     """Memory that all ranks may read and write: a tensor on each rank. Offsets and sizes are in elements.
 
-    Operations of one rank on one other rank's part take effect in the order of the calls. A ``put`` is done when its
-    source may be reused. The data of a ``put`` has arrived when a later ``flush`` is done, or when the peer gets a
-    later ``signal``.
+    Operations of one rank on one other rank's part take effect in the order of the calls. When a ``put`` is
+    done, the program may change the tensor that was passed to ``put``. The data of a ``put`` has arrived when a later
+    ``flush`` is done, or when the peer gets a later ``signal``.
 
     ``async with`` closes the window. If the body raises an error, the exit starts the close, does not await the close,
     and raises the error at once. An awaited close could wait forever: the other ranks close the window only after their
-    bodies, and these bodies may wait for ops that this rank will never call. The window is closed when every rank has
-    closed it.
+    bodies, and these bodies may wait for ops that this rank will never call. The close ends when every rank has
+    closed the window.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_shortcuts")
@@ -386,9 +386,9 @@ class Window(Handle):
     def mapped(self, rank: int) -> bool:
         """Return whether a rank's part is mapped in this process. If so, :meth:`map_remote_tensor` can return the part.
 
-        The answer does not change after the window is opened. On the CPU, this process reads and writes a mapped part
-        directly, as in a window of ``MPI_Win_allocate_shared``. On a GPU, the GPU copies the data. Access to other
-        parts uses messages, or the network's RMA.
+        The answer does not change after the window is opened. If the window is in CPU memory, this process reads
+        and writes a mapped part directly, as in a window of ``MPI_Win_allocate_shared``. If the window is in GPU
+        memory, the GPU copies the data. Access to an unmapped part uses messages, or the network's RMA.
 
         :param rank: the rank whose part is asked about; may be this rank.
         :raises ArgumentError: ``rank`` is no rank of this communicator.

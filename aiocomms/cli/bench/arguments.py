@@ -12,14 +12,14 @@ from typing import NamedTuple
 from aiocomms.cli.bench.operations import ITEM, OPERATIONS
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-"""The suffixes of a size, as in nccl-tests."""
+"""The number of bytes for each suffix of a size, as in nccl-tests."""
 _LARGEST = 1 << 36
 _MOST = 100_000
 """The largest number of iterations. The number is limited, because each rank gathers the times of all ranks."""
 
 
 class BenchPlan(NamedTuple):
-    """The plan of all measurements, the same on every rank."""
+    """The plan of all measurements. Every rank has the same plan."""
 
     ops: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -37,7 +37,7 @@ class BenchPlan(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options, with the names that nccl-tests uses."""
+    """Add the options of ``aiocomms bench`` to the parser. Several long options have their names from nccl-tests."""
     add = parser.add_argument
     add("op", nargs="*", help=f"which, all_reduce by default: {', '.join(OPERATIONS)}")
     add("-b", "--minbytes", type=_size, default=8, metavar="SIZE", help="the smallest size: 8 (default), 4K, 1M, 1G")

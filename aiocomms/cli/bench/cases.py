@@ -1,4 +1,4 @@
-"""The tensors for one operation at one size: their contents, and the contents that are expected after the operation."""
+"""The tensors for one operation at one size, and the contents that are expected after the operation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ROOT = 0
 class BenchCase:
     """A rank's float32 tensors: the op reads ``input`` and writes ``output``.
 
-    For an in-place op, both are the same tensor. The measured size is that of the larger tensor, as in nccl-tests. If
-    an op has one part for each rank, each part has the same number of elements, which is at least one.
+    For an in-place op, both are the same tensor. The measured size is the size of the larger tensor, as in
+    nccl-tests. If a tensor has one part for each rank, all parts have the same number of elements, at least one.
     """
 
     op: str
@@ -70,7 +70,7 @@ class BenchCase:
         return 0 if expected is None else int((self.output != expected).sum())
 
     def _expected(self) -> Tensor | None:
-        """Return the correct output of this rank after the op; None if this rank's output does not matter."""
+        """Return the correct output of this rank after the op; None if the output of this rank is not checked."""
         n, rank, moves = len(self.input), self.rank, self.moves
         if moves == "all_reduce" or (moves == "reduce" and rank == ROOT):
             return self._sum()
@@ -94,5 +94,5 @@ class BenchCase:
 
 
 def _numbers(count: int, rank: int) -> Tensor:
-    """Return integers so small that float32 can represent their sum over some thousand ranks exactly."""
+    """Return the input of a rank: integers so small that their sum over a thousand ranks is exact in float32."""
     return torch.arange(count, dtype=torch.float32) % 1021 + 17 * rank

@@ -1,8 +1,7 @@
-"""The processors of the ranks, the processes that compete with the ranks for processors, and the current speed.
+"""The processors of the ranks: their number, their current speed, and the processes that compete for them.
 
-A virtual machine shares its processor with other virtual machines, and these may slow the processor down. Two
-processors may also have no common cache. Such a state lasts for minutes, and small operations then take 1.5 times as
-long.
+Other virtual machines on the same processor may slow a rank down. Two processors may also have no common cache. Each
+of these states can last for minutes. During these minutes, small operations take 1.5 times their usual time.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ BATCHES, TRIPS, STEPS = 10, 20, 300
 _LINE = 128
 """The distance in bytes between the memory words of the two ranks.
 
-It is two cache lines, because some processors load cache lines in pairs.
+The distance is two cache lines, because some processors load cache lines in pairs.
 """
 _LOOKS = 10_000_000
 _NEIGHBOUR = "import ctypes\nctypes.CDLL(None).prctl(1, 9)\nwhile True: pass"
@@ -42,10 +41,10 @@ def processors() -> int:
 
 
 def bind(rank: int, size: int) -> None:
-    """Bind all threads of this process to the rank's processor, if there are as many processors as ranks.
+    """Bind all threads of this process to one processor. Each rank gets its own processor.
 
-    If there are more ranks than processors, a bound rank of MPICH must wait until the time slices of other ranks have
-    ended.
+    If there are more ranks than processors, the threads stay unbound. If two ranks were bound to one processor, a rank
+    of MPICH would have to wait for the end of the other rank's time slice.
     """
     if size <= len(_processors):
         for task in Path("/proc/self/task").iterdir():
@@ -54,7 +53,9 @@ def bind(rank: int, size: int) -> None:
 
 @contextlib.contextmanager
 def neighbours(count: int) -> Iterator[list[int]]:
-    """Within the context, run processes that compete with the ranks for processors, each in a separate session.
+    """Run processes that compete with the ranks for processors. Each process has its own session.
+
+    At the end of the context, kill the processes.
 
     :returns: the process IDs.
     """
@@ -77,7 +78,10 @@ class HostState(NamedTuple):
     loop: float
     """The time of one iteration of an empty ``for`` loop in nanoseconds, on the slower of the two processors."""
     trip: float
-    """The time of a cache line's round trip with Python's overhead, in ns; 0 if the two ranks share no memory."""
+    """The time in nanoseconds of a round trip through shared memory; 0 if the two ranks share no memory.
+
+    In a round trip, each rank writes one word that the other rank polls. The time includes Python's overhead.
+    """
 
     def worst(self, other: HostState) -> HostState:
         """Return a state that has, in each field, the larger value of this state and ``other``."""
@@ -85,7 +89,10 @@ class HostState(NamedTuple):
 
 
 class HostProbe:
-    """A measurement of the host's state between turns. All ranks run it together, while no operations are pending."""
+    """The object that measures the host's state between turns. All ranks call its methods at the same time.
+
+    No operations are pending during a measurement.
+    """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -155,9 +162,9 @@ def _map(path: str) -> mmap.mmap | None:
 
 @contextlib.contextmanager
 def _on_own_processor(rank: int) -> Iterator[None]:
-    """Within the context, bind this thread to one of its processors.
+    """Bind this thread to one processor until the context ends.
 
-    Rank 0 uses the first of the processors that the thread may use, and rank 1 the last.
+    Of the processors that the thread may use, rank 0 uses the first, and rank 1 uses the last.
     """
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {sorted(before)[-rank]})

@@ -1,6 +1,6 @@
-"""The measurements of a contender, which is a library.
+"""The measurements of a contender: aiocomms, or a library that is compared with aiocomms.
 
-They are the time of its calls, the lateness of the event loop during the calls, and the processor time.
+The measurements are the time of each call, the lateness of the event loop during the calls, and the processor time.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator, Sequence
 from aiocomms.cli.bench.ours import Call
 
 _PERIOD = 0.001
-"""The length in seconds of the repeated sleep that shows the loop's lateness."""
+"""The duration in seconds of each sleep that measures the event loop's lateness."""
 BEATING = 0.1
-"""The time in seconds for which the loop's lateness is measured."""
+"""The duration in seconds of a measurement of the event loop's lateness."""
 _YIELD = 0
 
 
@@ -64,7 +64,7 @@ async def lateness(call: Call | None, blocking: bool, count: int) -> float:
 
 
 async def idle_lateness() -> float:
-    """Return the result of :func:`lateness` for an idle loop. Only the system's timers make its sleeps late."""
+    """Return the result of :func:`lateness` for an idle loop. Only the system's timers make the sleeps late."""
     async with _heartbeat() as late:
         await asyncio.sleep(BEATING)
     return percentile(late, 99)

@@ -31,9 +31,8 @@ def _there_and_back(size: int) -> float:
 class Operation(NamedTuple):
     """The properties of an operation that do not depend on tensors.
 
-    ``factor`` is as in nccl-tests, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md: the bus
-    bandwidth is the algorithm bandwidth times the factor. The bus bandwidth is a bandwidth that the link of each rank
-    has reached or exceeded.
+    The bus bandwidth is the algorithm bandwidth times ``factor``. Each rank's link has carried data at this bandwidth
+    or faster. nccl-tests uses the same factors: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
     """
 
     moves: str

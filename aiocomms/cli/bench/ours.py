@@ -15,7 +15,7 @@ from aiocomms.communicator.rma import Window
 Call = Callable[[], Awaitable[Any]] | Callable[[], Any]
 """A function that runs one iteration of an operation.
 
-The caller awaits the result, unless the measured library blocks.
+The caller awaits the result, unless the contender's calls block.
 """
 
 
@@ -34,7 +34,7 @@ class Contender(Protocol):
     async def leave(self) -> None:
         """End a turn: wait until all ranks have called this method.
 
-        After that, use no processor time until the next turn.
+        After this wait, use no processor time until the next turn.
         """
 
     def bound(self, case: BenchCase) -> AbstractAsyncContextManager[Call | None]:

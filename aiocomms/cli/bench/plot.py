@@ -49,6 +49,6 @@ def _panel(axes: Any, rows: Sequence[Row], field: str, title: str) -> None:
 
 
 def _bytes(value: float, _: object) -> str:
-    """Return a size in the notation of ``--minbytes``."""
+    """Format a size as the option ``--minbytes`` accepts it, for example ``4K``."""
     unit = next((unit for unit in ("G", "M", "K") if value >= UNITS[unit]), "")
     return f"{value / UNITS[unit]:.4g}{unit}"

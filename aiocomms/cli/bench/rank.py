@@ -23,7 +23,7 @@ from aiocomms.errors import ArgumentError, UnsupportedOperation
 from aiocomms.testing import local_world, run_ranks
 
 _TIMEOUT = 60.0
-"""The deadline of each operation and of the connection of the ranks, in seconds."""
+"""The deadline in seconds for each operation, and for connecting the ranks."""
 _CPU = torch.device("cpu")
 
 
@@ -117,4 +117,4 @@ class _Rank:
 
 
 class _NotHereError(Exception):
-    """The error for a transport that is not available here. Its message gives the reason."""
+    """The error for a transport that is not available here. The error's message gives the reason."""

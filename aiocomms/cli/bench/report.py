@@ -134,7 +134,7 @@ class Reporter:
 
     @contextlib.contextmanager
     def progress(self, steps: int) -> Iterator[None]:
-        """Show a progress bar within the context, on a terminal, if rich is installed."""
+        """Show a progress bar until the context ends, if rich is installed and the output is a terminal."""
         with _bar(steps) as self._bar:
             yield
         self._bar = None

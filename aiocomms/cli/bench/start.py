@@ -1,6 +1,6 @@
 """The start of the ranks of ``aiocomms bench``.
 
-A launcher has started the ranks, or this module starts tasks or processes.
+If no launcher has started the ranks, this module starts the ranks as tasks or processes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> Non
 async def _start(plan: BenchPlan, ranks: int, arguments: Sequence[str]) -> int:
     """Start the ranks, with a peer's launcher if the peer needs one.
 
-    Wait until all ranks have ended. After the first failure, kill the remaining ranks when a grace period has passed.
+    Wait until all ranks have ended. If a rank fails, kill the ranks that still run after a grace period.
     """
     command = [sys.executable, "-m", "aiocomms", *arguments]
     env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -82,7 +82,7 @@ async def _start(plan: BenchPlan, ranks: int, arguments: Sequence[str]) -> int:
 
 
 def _place(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return the environment variables that torchrun would set."""
+    """Return the environment variables that torchrun would set for a rank."""
     return {
         "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",

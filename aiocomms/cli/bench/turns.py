@@ -48,8 +48,8 @@ class Entry:
     async def turn(self, count: int) -> tuple[list[int], float]:
         """Run the operation ``count`` times, between two barriers of all ranks.
 
-        The barriers are operations of the contender's own library. So if the contender's calls block the event loops,
-        no rank waits for the blocked event loop of another rank.
+        The barriers are operations of the contender's own library. A contender's call may block the event loop of its
+        rank. A barrier of aiocomms would wait for this event loop, but the contender's own barrier does not.
         """
         await self.contender.enter()
         measured = await turn(self._call, self.contender.blocking, count)
@@ -115,7 +115,7 @@ class BenchTurns:
                     self._reporter.row(row)
 
     async def _bind(self, stack: AsyncExitStack, name: str, op: str, nbytes: int) -> Entry | None:
-        """Prepare a contender for a case, and check at least one iteration.
+        """Prepare a contender for a case, run at least one iteration, and check the result.
 
         Return None if the contender cannot run the case.
         """
@@ -138,7 +138,7 @@ class BenchTurns:
         return None
 
     async def _count(self, entry: Entry) -> int:
-        """Run the warm-up iterations, and return the number of iterations for each turn that is recorded."""
+        """Run the warm-up iterations, and return the number of iterations of each recorded turn."""
         count = -(-self._plan.iterations // _ROUNDS)
         took, _ = await entry.turn(self._plan.warmup)
         if self._plan.seconds == math.inf:

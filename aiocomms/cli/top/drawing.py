@@ -19,7 +19,7 @@ from aiocomms.diagnosis.recorder import Item
 _PLAIN = 1000
 """The width in columns if the output is not a terminal.
 
-No line of a frame is longer, so no line is cut off or wrapped.
+Each line of a frame fits into this width, so no line is cut off or wrapped.
 """
 _OLD = 1.0, 10.0
 """Two ages in seconds.
@@ -107,7 +107,7 @@ def _table(group: TopGroup, frame: TopFrame) -> Table:
 
 
 def _add(table: Table, *cells: str) -> None:
-    """Add a row of plain text. In a ``str``, rich would treat brackets as markup."""
+    """Add a row of plain text. The cells are ``Text`` objects, because rich treats brackets in a ``str`` as markup."""
     table.add_row(*map(Text, cells))
 
 
@@ -142,7 +142,7 @@ def _streams(group: TopGroup, frame: TopFrame) -> Iterator[Table]:
 
 
 def _rows(sight: Sight, rate: float | None) -> Iterator[list[Text]]:
-    """Yield a row for each pending op of a rank; without pending ops, yield one row."""
+    """Yield a row for each pending op of a rank. If the rank has no pending ops, yield one row."""
     header, now = sight.header, sight.statistics
     failed = sum(each.count for each in now.failed)
     known = (

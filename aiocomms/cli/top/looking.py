@@ -56,7 +56,7 @@ class TopGroup(NamedTuple):
             yield number, max(ages), "; ".join(f"{numbered(ranks)} in {place}" for place, ranks in places.items())
 
     def waits(self) -> list[str]:
-        """Return lines about the loss, the ranks that wait for each other, and the ranks that are not visible."""
+        """Return lines about the communicator's loss, the waits of its ranks, and the ranks that are not visible."""
         records = {rank: TraceRecord(Path(), sight.header, sight.pending) for rank, sight in self.ranks.items()}
         unseen = self.size - len(self.ranks)
         missing = [f"{unseen} of its ranks cannot be seen from here: on other hosts, or ended"] if unseen else []
@@ -73,9 +73,9 @@ class TopFrame(NamedTuple):
     rates: dict[RankPlace, float]
     """The number of ops called per second since the previous frame, for each rank."""
     blocked: dict[tuple[RankPlace, int], tuple[float, float]]
-    """The shares of time in which a task was suspended in ``send`` and in ``receive`` of a stream.
+    """The shares of time in which a task was suspended in ``send`` and in ``receive``, by stream.
 
-    The key is the stream. The time counts from the previous frame, or from the opening of the stream if the stream was
+    The time counts from the previous frame, or from the opening of the stream if the stream was
     opened after that frame.
     """
 
@@ -253,7 +253,7 @@ def _matches_plan(number: int, glob: str) -> bool:
 
 
 def _place_in(plan: int, pending: Sequence[Item]) -> str:
-    """Return the pending operations of a rank that belong to a plan, as text."""
+    """Return a text that lists a rank's pending operations of one plan."""
     ops = [msgspec.structs.replace(item, of="", lane="") for item in pending if item.of == f"plan {plan}"]
     return ", ".join(map(str, ops[:SHOWN])) or "no operation of its lane"
 

@@ -26,7 +26,7 @@ class DoorOwner(Protocol):
 
     @property
     def marks(self) -> CallerMarks | None:
-        """The positions of the calls in the callers' CUDA streams, or None if the owner uses no CUDA streams."""
+        """The object that marks positions in the callers' CUDA streams, or None if no transport uses CUDA streams."""
 
     @property
     def rank(self) -> int | None:
@@ -36,7 +36,7 @@ class DoorOwner(Protocol):
     def refusing(self) -> bool:
         """True after the owner has been lost or closed.
 
-        If the value is True, a thread checks whether its call can still end before the thread waits.
+        While the value is True, a thread checks whether its call can still end before the thread waits for the call.
         """
 
     @property
@@ -50,11 +50,14 @@ class DoorOwner(Protocol):
         """See :attr:`aiocomms.progress.work.Owner.worded`."""
 
     def lose(self, error: CommError) -> None:
-        """Mark the communicator or the connections as lost, because the door has failed."""
+        """Mark the owner's communicator or connections as lost, because the door has failed."""
 
 
 class _LoopBell:
-    """The waker of a simulated loop. Such a loop waits for no descriptor, so the waker schedules a call on the loop."""
+    """The waker of a simulated loop.
+
+    A simulated loop waits for no descriptor, so :meth:`wake` schedules a call on the loop.
+    """
 
     def __init__(self, driver: LoopDriver, call: Callable[[], object]) -> None:
         self._driver, self._call = driver, call
@@ -110,15 +113,14 @@ class Door:
     def idle(self) -> bool:
         """True if the queue is empty and no call is running.
 
-        The queue must be checked first, because a call leaves the queue before the call runs.
+        The property looks at the queue first, because a call leaves the queue before the call runs.
         """
         return not self._calls and not self._serving
 
     def elsewhere(self, what: str) -> None:
         """Refuse a blocking call on the loop's own thread.
 
-        In a forked child this method does not refuse the call. There the call fails with the error of a closed
-        communicator.
+        In a forked child, this method returns. The call then fails with the error of a closed communicator.
 
         :raises RuntimeError: the caller is on the loop's own thread.
         """

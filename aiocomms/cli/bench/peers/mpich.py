@@ -91,8 +91,8 @@ class MpichPeer:
     def _spec(self, tensor: Tensor) -> list[Any]:
         """Return the buffer specification that mpi4py handles fastest.
 
-        The specification has no count. In collectives with one part for each rank, mpi4py calculates the count of a
-        part.
+        The specification has no count. So in collectives with one part for each rank, mpi4py calculates the number of
+        elements of one part.
         """
         return [tensor.numpy(), self._mpi.FLOAT]
 

@@ -131,7 +131,7 @@ def _burst(case: BenchCase) -> None:
 
 
 def _in_executor(call: Callable[..., Any]) -> Call:
-    """Make the call in a thread of the executor. A ping-pong or a burst is one such call, to avoid thread switches."""
+    """Make the call in a thread of the executor. A whole ping-pong or burst is one call, to avoid thread switches."""
     return partial(asyncio.get_running_loop().run_in_executor, None, call)
 
 
@@ -170,6 +170,6 @@ WAYS: dict[str, Callable[[Callable[..., Any]], Call]] = {
 }
 """The methods of waiting for a backend's calls.
 
-The key is the text after the colon in a name such as ``gloo:polling``.
+Each key is the text after the colon in a name, such as ``polling`` in ``gloo:polling``.
 """
 _users: dict[str, int] = {}  # This counts the peers that use the default process group, by its backend.

@@ -77,7 +77,7 @@ class TagPeer:
     def _polling(self) -> Any:
         """Return the object that contains the library's polling task.
 
-        This task would slow down the turns of other libraries.
+        The polling task is stopped between the turns of UCXX, because polling would slow down other libraries.
         """
         context = import_module(f"{_NAME}._lib_async.application_context")
         return context.ProgressTasks[asyncio.get_running_loop()]
