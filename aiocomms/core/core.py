@@ -1,11 +1,13 @@
-"""The class ``Core``: one communicator's transports, works in flight, and the actions of its loss and its close.
+"""The class ``Core``, which has one communicator's transports and works, and which loses or closes the communicator.
 
 Programs hold an :class:`aiocomms.Communicator`, which starts ops through a :class:`Core`. The module
-:mod:`aiocomms.core.lifecycle` decides when the state of a communicator changes. This module carries out the changes.
+:mod:`aiocomms.core.lifecycle` decides how the state of a communicator changes. This module runs the actions of each
+change.
 
-Any thread may call :meth:`Core.lose` and :meth:`Core.expire`. Any thread may call :meth:`Core.abort`, also in a signal
-handler that has interrupted a method of this module. All other methods are called on the loop's thread. If a transport
-raises an unexpected exception, :mod:`aiocomms.progress.guard` ends only this communicator.
+Any thread may call :meth:`Core.lose` and :meth:`Core.expire`. Any thread may call :meth:`Core.abort`. A signal
+handler may also call this method, even if the signal has interrupted a method of this module. All other methods are
+called on the loop's thread. If a transport raises an unexpected exception, :mod:`aiocomms.progress.guard` ends only the
+communicator of this transport.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ CLOSE_GRACE = 5.0
 
 
 class Core(Posting):
-    """The internals of one communicator; created when its transports are open."""
+    """The internals of one communicator. A core is created when the communicator's transports are open."""
 
     rank: int
     size: int
@@ -78,7 +80,7 @@ class Core(Posting):
     abort_hooks: Hooks
     shortcuts: Shortcuts | None
     marks: CallerMarks | None
-    """The marks that calls leave in the CUDA streams of their callers; None: no transport has streams."""
+    """The object that marks positions in the callers' CUDA streams, or None if no transport uses CUDA streams."""
     worded: Callable[[CommError], CommError]
 
     def __init__(
@@ -123,7 +125,7 @@ class Core(Posting):
     def _serve(self) -> None:
         """Listen for failures and notes of other ranks.
 
-        Also handle those that arrived earlier, from ranks that opened the communicator before this rank.
+        Also handle the failures and notes that have arrived while this rank was opening the communicator.
         """
         for transport in self.transports:
             transport.on_failure = self.lose  # type: ignore[method-assign]
@@ -136,7 +138,10 @@ class Core(Posting):
                 self.lose(transport.early_failure)
 
     def mark(self, op: ops.Op) -> CallerMark | None:
-        """Mark this thread's position in its CUDA stream, for an op that the loop starts later. Safe on any thread."""
+        """Mark this thread's position in its CUDA stream, for an op that the loop starts later.
+
+        Any thread may call this method.
+        """
         if self.marks is None:
             return None
         # An op that names no tensor may return new ones, which belong to the memory pool of the caller's stream.
@@ -154,20 +159,20 @@ class Core(Posting):
         return self.ledger.refusing
 
     def refusal(self) -> CommError | None:
-        """Return the error of an op that is called now; None: the op may start."""
+        """Return the error with which a new op fails; None if a new op may start."""
         return self.life.refusal()
 
     def demand(self, what: str) -> None:
-        """Raise an error if a call, other than an op, is on a wrong thread.
+        """Raise an error if the caller is not on the loop's thread, or if the communicator is lost or closed.
 
-        Also raise an error after the loss or close of the communicator.
+        Calls that are not ops use this check.
         """
         self.demand_thread(what)
         if (error := self.refusal()) is not None:
             raise error.about(comm=self.name, op=what, rank=self.rank)
 
     def demand_thread(self, what: str) -> None:
-        """Raise an error if this call is on a wrong thread."""
+        """Raise an error if the calling thread is not the loop's thread."""
         if get_ident() != self.thread:
             raise wrong_thread(f"{what} on '{self.name}'")
 
@@ -245,8 +250,8 @@ class Core(Posting):
     def expire(self, work: StartedWork[Any], why: str = "") -> None:
         """End a pending op whose deadline has passed. The watchdog's thread calls this, perhaps while the loop is busy.
 
-        The watchdog repeats the call until the op has ended, because an exception of a signal handler can interrupt the
-        op's end.
+        The watchdog repeats the call until the op has ended, because an exception from a signal handler can
+        interrupt a call.
 
         :param why: the text of the reason, if the op must end before its deadline; empty: the deadline has passed.
         """
@@ -273,7 +278,7 @@ class Core(Posting):
     def _expire_alone(self, work: StartedWork[Any], report: str, why: str) -> None:
         """Let the late receive or wait fail, but no other op.
 
-        If a message or signal has matched the op, lose the communicator.
+        If a message or signal has already matched the op, the communicator is lost.
         """
         if not work.done():
             if self.withdraw(work):
@@ -352,7 +357,7 @@ class Core(Posting):
     async def _part(self) -> None:
         """Let sends end, and tell the other ranks that this rank receives no more messages.
 
-        Without this notice, two ranks that never receive each other's last messages would wait for each other.
+        Without this notice, two ranks would wait for each other if neither receives the last message of the other.
         """
         if self.in_flight:
             self.notes.on_leaving = lambda: self.driver.call_threadsafe(self._end_lost_sends)

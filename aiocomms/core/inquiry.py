@@ -1,10 +1,11 @@
-"""Inquiry: after the deadline of a receive, this rank asks other ranks what they are doing.
+"""The inquiry: after the deadline of a receive, this rank asks other ranks what they are doing.
 
 The answers become part of the error's text. The communicator stays usable. This rank sends its question as a note of
 the transport. The first question goes to the rank for which the receive has waited. The next question goes to the rank
 for which that rank waits, or has waited until a deadline, and so on. The inquiry stops at a rank that waits for no
 other rank, or when the chain of ranks closes a circle. Each rank answers on a background thread, so that a busy loop
-does not prevent the answer. Without an answer the error's text stays unchanged.
+does not prevent the answer. If a rank does not answer in time, the error's text can say so. If a rank cannot be asked,
+the error's text says nothing about it.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 PERIOD: Final = 0.5
 """The smallest number of seconds between two inquiries of a communicator.
 
-So short deadlines do not load other ranks.
+This limit protects the other ranks from many questions when deadlines are short.
 """
 _ROOM: Final = 1200
-"""The largest number of bytes of a rank's description of its activity; the rest is cut off."""
+"""The largest size in bytes of the text in which a rank describes its activity. A longer text is cut off."""
 _LOOKED_AT: Final = 64
 """The largest number of pending ops for which an answer names the awaited ranks. The oldest ops come first."""
 
@@ -42,13 +43,17 @@ class Wait(NamedTuple):
     peer: int
     since: float
     until: float
-    """The end of the wait: the deadline of a late receive; for a pending op, the time at which its rank was asked."""
+    """The end of the wait.
+
+    For a late receive, this is the deadline. For an op that is pending on another rank, this is the time at which this
+    rank sent the question.
+    """
     what: str = ""
     """A description of the late receive. The text is empty for a pending op, because a pending op is not late."""
 
 
 class Inquiry:
-    """The inquiries of one communicator about other ranks, and its answers to their questions."""
+    """The object that asks other ranks of one communicator, and answers the questions of other ranks."""
 
     def __init__(self, comm: Core, notes: Notes) -> None:
         self._comm = comm
@@ -114,8 +119,8 @@ class Inquiry:
     def _ask(self, rank: int, ends: float) -> Answer | str:
         """Ask a rank what it is doing, and wait for its answer until the time ``ends`` of the monotonic clock.
 
-        :returns: the answer. If the rank does not answer, a text that says so. If the rank cannot be asked, an empty
-            text.
+        :returns: the answer, or a text that says that the rank does not answer. The text is empty if the rank cannot be
+            asked.
         """
         number, reply = next(self._numbers), Reply[Answer]()
         self._asked[number] = rank, reply

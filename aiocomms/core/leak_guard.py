@@ -3,8 +3,8 @@
 If a communicator is still open at the end of its event loop, its guard closes the communicator. The guard also issues a
 warning. An event loop has no hook for its end. But before its end, a loop closes the remaining async generators that
 were started in it. ``asyncio.run``, ``asyncio.Runner``, uvloop and trio close these generators. A program that closes a
-loop itself must first call ``loop.shutdown_asyncgens()``. The loop still runs at that time, so the guard can close the
-communicator normally.
+loop itself must first call ``loop.shutdown_asyncgens()``. While a loop closes its generators, the loop still runs. So
+the guard can close the communicator normally.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Failure(msgspec.Struct, frozen=True):
     def error_of(self, work: StartedWork[Any]) -> CommError:
         """Return a pending work's error.
 
-        The op that failed gets the error itself; other ops get an error about this error.
+        The op that failed gets the failure's error. Every other op gets a new error with the same reason.
         """
         error = self.error
         if work.seq == error.seq:
@@ -62,7 +62,7 @@ class Failure(msgspec.Struct, frozen=True):
     def for_peers(self, rank: int) -> CommError:
         """Return the error that this rank sends to the other ranks; see :meth:`aiocomms.transport.Transport.abort`.
 
-        A rank that the other ranks have excluded reports its own death, as the other ranks do.
+        If the other ranks have excluded this rank, the error reports the death of this rank.
         """
         error = self.error
         if isinstance(error.__cause__, PeerDiedError) and error.__cause__.peer == rank:
@@ -129,7 +129,7 @@ class Life(msgspec.Struct, frozen=True):
     """The error of ops that are called after this rank has begun to close the communicator."""
 
     def refusal(self) -> CommError | None:
-        """Return the error of an op that is called now; None: the op may start."""
+        """Return the error with which a new op fails; None if a new op may start."""
         if self.closed is not None:
             return CommClosedError(self.closed.message)
         if self.failure is None:
@@ -157,9 +157,9 @@ Step = tuple[Life, tuple[Action, ...]]
 def lose(life: Life, failure: Failure, *, here: bool) -> Step:
     """Record a failure. Later failures change nothing.
 
-    :param here: whether this is the loop's thread. On the loop's thread, works end first, because their tasks resume
-        only after all actions. On another thread works end last, because resumed tasks may close what the other actions
-        need.
+    :param here: whether the caller runs on the loop's thread, and not in a signal handler. If so, the works end first:
+        the tasks that await the works resume only after all actions. Otherwise the works end last, because resumed
+        tasks may close objects that the other actions need.
     """
     if life.state in (State.LOST, State.CLOSED):
         return life, ()
@@ -185,7 +185,7 @@ def close(life: Life) -> Step:
 
 
 def release(life: Life) -> Life:
-    """Enter the state closed, after the time for ops to end. Later failures have no effect."""
+    """Enter the state closed, after pending ops have had time to end. Later failures have no effect."""
     return Life(State.CLOSED, life.failure, life.closed)
 
 

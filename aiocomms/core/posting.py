@@ -51,7 +51,7 @@ class Posting:
         raise NotImplementedError
 
     def _end_works(self) -> None:
-        """End every pending work with the error that belongs to the failure. Without a failure, do nothing."""
+        """End every pending work with the error that belongs to the failure. If there is no failure, do nothing."""
         raise NotImplementedError
 
     def start(self, work: StartedWork[Any], seconds: float, lane: str | None = None) -> StartedWork[Any]:
@@ -95,9 +95,9 @@ class Posting:
     def follow(
         self, work: StartedWork[Any], seconds: float, look_after: Callable[[int], object], index: int
     ) -> StartedWork[Any]:
-        """Handle an op that native code has posted, as :meth:`start` handles an op that it has posted itself.
+        """Complete the posting of an op that native code has posted. Then track the pending op, or record its end.
 
-        :param look_after: the rest of the transport's ``post``, which is called with ``index``.
+        :param look_after: the function that completes the transport's ``post``. The argument of the call is ``index``.
         """
         try:
             look_after(index)
@@ -113,8 +113,8 @@ class Posting:
     def post(self, op: ops.Op, work: Completion) -> None:
         """Post one of the messages of which an op consists, on the transport that carries the message.
 
-        :raises CommError: the message could not be posted. If the transport raised another exception, the error names
-            the transport.
+        :raises CommError: the message could not be posted. If the transport raised an exception that is no
+            :class:`CommError`, the error names the transport.
         """
         try:
             self.router[type(op)](op, work)
@@ -138,7 +138,7 @@ class Posting:
         call_in_thread(op.call, lambda error: self.driver.call_threadsafe(ended, error))
 
     def _ask(self, work: StartedWork[Any]) -> None:
-        """Call the pre-hooks of an op, and store the time at which the op was called for the post-hooks."""
+        """Store the time of an op's call if there are post-hooks. Then call the pre-hooks of the op."""
         work.called = clock.now() if self.post_hooks else None
         try:
             self.pre_hooks.ask(work.op, work.seq)
@@ -149,7 +149,7 @@ class Posting:
     def _uncount(self, work: StartedWork[Any], error: BaseException) -> None:
         """Undo the count of an op that is not posted, and call its post-hooks.
 
-        If the op is a collective outside lanes, the next such collective gets the number of this op.
+        If the op is a collective outside lanes, the next collective outside lanes gets the number of this op.
         """
         self.refusals += 1
         if self.post_hooks:
@@ -160,7 +160,7 @@ class Posting:
             self.recorder.refused.append(work.seq)
 
     def post_raised(self, work: StartedWork[Any], error: BaseException) -> BaseException:
-        """Return the error of an op that could not be posted. Nothing was sent for the op.
+        """Undo the count of an op that could not be posted, and return its error. Nothing was sent for the op.
 
         A transport that raises an exception other than a :class:`CommError` is broken, and the communicator is lost.
         """
@@ -200,7 +200,7 @@ class Posting:
     def keep_elsewhere(self, work: StartedWork[Any], seconds: float) -> None:
         """Record that an op is pending, before the end of the op is reported.
 
-        The thread that has posted the op calls this.
+        The thread that has posted the op calls this method.
         """
         self.in_flight.add(work, seconds)
         # The communicator was lost before the op was added, or the op has already ended.
@@ -213,7 +213,7 @@ class Posting:
         self._end_works()
 
     def look_after(self, look_after: Callable[[int], object], index: int) -> None:
-        """Run the rest of the posting of another thread's op; see :meth:`NativeTransport.shortcuts`."""
+        """Complete the posting of another thread's op; see :meth:`NativeTransport.shortcuts`."""
         look_after(index)
         for transport in self._spinning:
             self.driver.poll_soon(transport)

@@ -1,9 +1,10 @@
 """The post mortem of a communicator that a missed deadline has ended: which ranks were missing, and why.
 
 When a deadline passes, every rank writes its activity to the store of the rendezvous. The *reporting rank*, whose
-deadline has passed, waits briefly for the other ranks' records. This rank derives a verdict from the records, and
-writes the verdict to the store. Then the pending works end. The post mortem runs in a thread, and its time and size are
-limited. If no record arrives, the error stays unchanged.
+deadline has passed, waits briefly for the other ranks' records. The reporting rank derives a verdict from the records,
+and writes the verdict to the store. Then the pending works end. The post mortem runs in a thread. Its duration and the
+size of each record are limited. The verdict also names the ranks that wrote no record in time. If a rank does not get
+the verdict in time, the errors of its works contain no verdict.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PATIENCE, LONGER = 0.2, 0.3
-"""Two times in seconds.
+"""Two times in seconds after the loss of the communicator.
 
-For the first, the reporting rank reads the other ranks' records; for the second, works wait for the verdict. A work
-must fail within 0.5 s after its deadline. The rest of this time is for a busy machine.
+Until the first time, the reporting rank reads the other ranks' records. Until the second time, the works wait for the
+verdict. A work must fail within 0.5 s after its deadline. The remaining 0.2 s are a reserve for a busy machine.
 """
 WRITING = 1.0
 """The largest number of seconds for which works wait for the flight recorder's file.
@@ -43,7 +44,7 @@ The errors of the works contain the path of this file. To write the file takes a
 if the file system hangs.
 """
 ASKED = 64
-"""The largest number of ranks whose records are read. Missing ranks come first."""
+"""The largest number of ranks whose records are read. The missing ranks are read first."""
 
 _DOING, _VERDICT = "doing", "verdict"
 """The keys of the records in the store: each rank's activity, and the reporting rank's verdict."""
@@ -101,7 +102,10 @@ class PostMortem:
         return self._failure.since + seconds - clock.now()
 
     def _verdict(self, snapshot: Snapshot) -> Verdict:
-        """Write this rank's activity to the store, and read the other ranks' records or the verdict."""
+        """Write this rank's activity to the store, and return the verdict.
+
+        The reporting rank reads the other ranks' records and makes the verdict. Any other rank reads the verdict.
+        """
         comm, brief = self._comm, snapshot.header.brief
         try:
             self._board.tell(_DOING, _BRIEFS.encode(brief))
