@@ -69,7 +69,7 @@ class _Question:
 
 
 class Attachments:
-    """The attachments of one connection; all methods run on the event loop's thread."""
+    """The attachments of one connection: the regions that are open. All methods run on the event loop's thread."""
 
     def __init__(
         self,

@@ -1,10 +1,9 @@
 """The code that forms and closes the connections of one endpoint.
 
 The endpoint that wants a connection calls the other endpoint. The caller opens a socket, proves that its process
-belongs to the job, and names its endpoint. Once the other endpoint has agreed, the caller confirms the call. If the two
-endpoints call each other at the same time, the call of the endpoint with the lower number takes precedence, and the
-other call is refused. Both endpoints then form a communicator of two ranks over the socket of the call, and close the
-socket.
+belongs to the job, and names its endpoint. Once the other endpoint has agreed, the caller confirms the call. Then both
+endpoints form a communicator of two ranks over the socket of the call, and close the socket. If two endpoints call each
+other at the same time, the endpoint with the lower number refuses the other endpoint's call.
 """
 
 from __future__ import annotations
@@ -39,13 +38,16 @@ from aiocomms.progress.driver import Bell, LoopDriver
 
 _log = logging.getLogger("aiocomms")
 _ANSWERS: Final = 10.0
-"""The time limit for a caller to name its endpoint, in seconds."""
+"""The number of seconds within which a caller must name its endpoint."""
 _AT_ONCE: Final = 32
 """The largest number of calls that this endpoint answers at the same time. Further callers wait."""
 _MOST_GONE: Final = 16
-"""The largest number of connections that wait for :meth:`Connections.accept` after the other end has closed them."""
+"""The largest number of connections that the other end has closed before a task has accepted them."""
 _PAUSE: Final = 0.01
-"""The pause in seconds before this endpoint calls again, because the other endpoint's call may have failed."""
+"""The pause in seconds after a call that gave way to a call of the other endpoint.
+
+If the other endpoint's call has failed, this endpoint calls again after the pause.
+"""
 
 
 class _Forming:
@@ -54,7 +56,7 @@ class _Forming:
     def __init__(self, driver: LoopDriver) -> None:
         self.calls = self.answers = 0
         self.newest = 0
-        """The number of the last call that this endpoint answered; the caller numbers its calls."""
+        """The number of the last call that this endpoint answered. A caller numbers its calls."""
         self.news = Bell(driver)
         """A bell that wakes waiting tasks when the connection is formed, or when no call or answer is pending."""
         self.answering: anyio.CancelScope | None = None
@@ -320,7 +322,7 @@ class Connections:
             await self._idle
 
     def disown(self) -> None:
-        """Disown the connections in a forked child, which must neither use nor close its parent's sockets."""
+        """Mark the connections as unusable in a forked child, which must neither use nor close its parent's sockets."""
         for peer in list(self._all):
             peer._comm._disown()
 

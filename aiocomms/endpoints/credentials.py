@@ -1,7 +1,7 @@
 """Credentials of an endpoint, as bytes: the address to which other endpoints connect, and descriptors of regions.
 
 Every process with the job's token can check an address, and refuses a forged address. Only the endpoint that made a
-descriptor can check the descriptor, because the key never leaves that endpoint.
+descriptor can check the descriptor, because the key that signs descriptors never leaves that endpoint.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
         return _ADDRESS.head + mac(_key(), "address", _ADDRESS.head, payload) + payload
 
     def secret(self, purpose: str) -> bytes:
-        """Return a key for connections to this address. Without a token the key is no secret."""
+        """Return a key for connections to this address. If the job has no token, the key is no secret."""
         return mac(_key(), purpose, self.endpoint)
 
 
@@ -73,10 +73,10 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True):
     endpoint: bytes
     """The number of the region's owner."""
     number: int
-    """The number of the region at its owner, which never uses the number again."""
+    """The number of the region. The region's owner never uses this number for another region."""
     dtype: str
     count: int
-    """The number of elements."""
+    """The number of the region's elements."""
     read: bool
     write: bool
     expires: float

@@ -54,7 +54,7 @@ async def opened(
 
 
 class _Alone:
-    """A substitute for a communicator, for checks of tensors that need only the communicator's device."""
+    """A substitute for a communicator in checks of tensors, which need only the communicator's device."""
 
     rank, size = 0, 1
     fast_check: Callable[[object, bool], bool] | None = None
@@ -248,7 +248,7 @@ class Endpoint(Handle):
         await self.aclose()
 
     def _disown(self) -> None:
-        """Disown the endpoint in a forked child, which must neither use nor close its parent's sockets."""
+        """Mark the endpoint as unusable in a forked child, which must neither use nor close its parent's sockets."""
         self._closed = Promise(self._driver)
         self._closed.set()
         self._connections.disown()

@@ -25,7 +25,7 @@ from aiocomms.progress.work import Work
 
 Given = TypeVar("Given")
 Places = Sequence[int] | Tensor
-"""The index of the first element of each run; a run is a number of adjacent elements."""
+"""The indices of the first elements of runs. A run is a sequence of adjacent elements."""
 
 
 class HandedLease(Handle):
@@ -276,7 +276,8 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 def _places(shape: Sequence[int], blocks: Sequence[int], part: int | None) -> tuple[int, Tensor]:
     """Return the number of elements to transfer per block, and the offset of the first element for each block.
 
-    The offsets apply to memory of the given shape. If ``part`` is None, whole blocks are transferred.
+    The argument ``shape`` is the shape of the memory in which the blocks lie. If ``part`` is None, whole
+    blocks are transferred.
 
     :raises ArgumentError: the part is out of range.
     """

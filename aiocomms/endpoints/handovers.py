@@ -1,8 +1,8 @@
-"""Hand-overs of one connection: blocks that either endpoint lends to the other endpoint.
+"""The hand-overs of one connection. In a hand-over, one endpoint lends blocks to the other endpoint.
 
-:mod:`aiocomms.endpoints.lending` decides the state of each hand-over; this module carries out the actions. The ends
-exchange notes, which arrive in order. Some notes have a body. If a body is too long for one note, further notes contain
-the rest of the body.
+:mod:`aiocomms.endpoints.lending` decides the state of each hand-over, and this module runs the actions. The two
+endpoints exchange notes, which arrive in order. Some notes have a body. If a body is too long for one note, further
+notes contain the rest of the body.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Outgoing:
 
     @property
     def ended(self) -> bool:
-        """True once the hand-over has ended. After a lost connection, the borrower may then still use the blocks."""
+        """True once the hand-over has ended. If the connection was lost, the borrower may still use the blocks."""
         return self.over.is_set
 
     async def take_back(self, why: str) -> None:
@@ -114,7 +114,7 @@ class Incoming:
         self.error: CommError | None = None
         """The reason why the blocks are unusable; None if they are usable or were given back."""
         self.answer: bytes | None = None
-        """The body of the borrower's answer; None unless the program has given the blocks back."""
+        """The body of the answer with which the program gives the blocks back; None if there is no answer."""
         self.told = False
         """True once an error told the program that the blocks are unusable."""
 
@@ -183,7 +183,7 @@ class HandOvers:
         """Start without hand-overs.
 
         :param counter: the hand-over state that all connections of the endpoint share.
-        :param peer: the :class:`Peer` of the connection, which :class:`HandedLease` uses.
+        :param peer: the :class:`Peer` of the connection. Each :class:`HandedLease` of the connection contains it.
         :param borrower: the number of the other endpoint.
         :param say: a function that sends a note to the other end.
         :param flush: a function that gets a region's descriptor, and waits until the puts into this region are visible

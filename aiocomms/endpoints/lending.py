@@ -9,7 +9,7 @@
                 +--cut-------------+--> cut --quiet--> over, or held --freed--> over
 
 A transition is a pure function: it takes a state and an event, and returns the next state and the actions to carry out.
-:mod:`aiocomms.endpoints.handovers` carries the actions out. ``tests/unit/test_lending_model.py`` visits every state
+:mod:`aiocomms.endpoints.handovers` runs the actions. ``tests/unit/test_lending_model.py`` visits every state
 that both machines reach together under cancellations, delays, losses and deaths.
 
 An owner waits for a borrower only for a bounded time. If the borrower's process maps the blocks, the borrower may write
@@ -57,7 +57,7 @@ class Lent(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> bool:
-        """True once the hand-over has ended. After a lost connection, the borrower may then still use the blocks."""
+        """True once the hand-over has ended. If the connection was lost, the borrower may still use the blocks."""
         return self.state in (Out.HELD, Out.OVER)
 
 

@@ -1,4 +1,7 @@
-"""The opening of an endpoint. This module imports only a few modules; see :mod:`aiocomms.communicator.opening`."""
+"""The class ``open_endpoint``, which opens an endpoint.
+
+This module imports only a few modules; see :mod:`aiocomms.communicator.opening`.
+"""
 
 from __future__ import annotations
 

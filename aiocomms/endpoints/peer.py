@@ -54,9 +54,9 @@ class End(enum.Enum):
 class Peer(Handle):
     """A connected endpoint; made by :meth:`Endpoint.connect` and :meth:`Endpoint.accept`.
 
-    The two endpoints form a communicator of two ranks. Its deadlines, errors, flight recorder and rules are those of
-    any communicator. The loss of one connection does not affect connections to other endpoints. ``async with`` closes
-    the connection.
+    The two endpoints form a communicator of two ranks, which has the same rules, deadlines, errors and flight recorder
+    as any communicator. The loss of one connection does not affect connections to other endpoints. ``async with``
+    closes the connection.
     """
 
     _signals: Window
@@ -101,7 +101,7 @@ class Peer(Handle):
         return f"<Peer {self.name} of {self._comm!r}>"
 
     async def _begin(self) -> None:
-        """Open the window that :meth:`signal` uses, together with the other end. Afterwards both ends receive notes."""
+        """Open the window that :meth:`signal` uses, together with the other end. Then both ends can receive notes."""
         # The window for signals has one element: signals of an empty window would not be ordered behind puts.
         memory = buffers.zeros(1, dtype=torch.uint8, device=self._comm.device)
         self._signals = await self._comm._begin_window(memory, name="")
@@ -230,7 +230,7 @@ class Peer(Handle):
         return remote
 
     async def _attached(self, descriptor: bytes, timeout: OpTimeout) -> tuple[RemoteRegion, OpTimeout]:
-        """Return the region and the rest of the timeout for the operation. Open the region if it is not open."""
+        """Open a region if it is not open. Return the region, and the time that remains for the operation."""
         remote = self._remotes.get(descriptor) if type(descriptor) is bytes else None
         if remote is not None and not remote.closed:
             return remote, timeout
@@ -399,7 +399,7 @@ class Peer(Handle):
             await self._released
 
     def _when_still(self, call: Callable[[], object]) -> None:
-        """Call a function when :meth:`_still` has returned.
+        """Call a function once the failed operations of this connection move no more data.
 
         If the connection is not over, call the function at once.
         """
@@ -453,7 +453,7 @@ class Peer(Handle):
     def _left(self) -> None:
         """Record that the other end has closed the connection.
 
-        Messages of the other end may still be in transit, or may have arrived before the program receives them.
+        The program can still receive the messages that the other end sent before.
         """
         self._why = CommClosedError(_LEFT)
         self._end(self._why, End.LEFT)

@@ -34,14 +34,14 @@ class LentBlocks(Protocol):
 
     @property
     def ended(self) -> bool:
-        """True once the hand-over has ended. After a lost connection, the borrower may then still use the blocks."""
+        """True once the hand-over has ended. If the connection was lost, the borrower may still use the blocks."""
 
     async def take_back(self, why: str) -> None:
         """End the hand-over, and wait until the borrower has released the blocks or the connection is over."""
 
 
 class LeaseLedger:
-    """The hand-overs of one endpoint: their numbers, their :attr:`words`, and the blocks that borrowers hold."""
+    """The record of one endpoint's hand-overs: their numbers, :attr:`words`, and the blocks that borrowers hold."""
 
     words: Tensor
     """One integer, the *word*, for each hand-over: the number of the hand-over, or 0 after the end of the hand-over.
@@ -147,7 +147,10 @@ class _InLine:
 
 
 class Pool(Handle):
-    """A pool of memory blocks of equal size. Tasks lease and hand over blocks. Made by :meth:`Endpoint.new_pool`."""
+    """A pool of memory blocks of equal size; made by :meth:`Endpoint.new_pool`.
+
+    Tasks lease blocks of the pool, and hand the leased blocks over to other endpoints.
+    """
 
     def __init__(self, region: Region, ledger: LeaseLedger, driver: LoopDriver, seconds: float, name: str) -> None:
         self._region, self._ledger, self._driver = region, ledger, driver
@@ -164,7 +167,7 @@ class Pool(Handle):
 
     @property
     def tensor(self) -> Any:
-        """The memory, ``[blocks, ...]``: the tensor or array that was passed to :meth:`Endpoint.new_pool`."""
+        """The memory of shape ``[blocks, ...]``: the tensor or array that was passed to :meth:`Endpoint.new_pool`."""
         return self._region.tensor
 
     @property

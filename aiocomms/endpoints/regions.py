@@ -50,7 +50,7 @@ Close = Callable[..., Coroutine[Any, Any, None]]
 
 
 class Attachment:
-    """A region of one endpoint that another endpoint has opened. Each of the two endpoints has an instance."""
+    """A region of one endpoint that another endpoint has opened. Each of the two has its own instance."""
 
     owner: int
     number: int
@@ -75,7 +75,7 @@ class Region(Handle):
     """Memory of this endpoint that other endpoints may read or write; made by :meth:`Endpoint.register`.
 
     An ``async with`` block revokes the region at its end. Even if the task is cancelled, the block waits until no peer
-    writes the memory any more, or until the endpoint's timeout has passed.
+    writes the memory any more. The block waits at most for the endpoint's timeout.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from aiocomms.lowlevel import ControlCodec
 LEADER: Final = 0
 """The rank that decides the order in which regions are opened and closed."""
 LONGEST_WHY: Final = 200
-"""The largest number of characters of a reason."""
+"""The largest number of characters of a reason that a note contains."""
 
 
 class Ask(msgspec.Struct, tag=0, array_like=True):
@@ -89,7 +89,7 @@ class Lend(msgspec.Struct, tag=9, array_like=True):
     """A hand-over of blocks to the receiver; the body has the indices of the blocks and the program's ``meta``."""
 
     number: int
-    """The number of the hand-over at the sender's endpoint, which never uses the number again."""
+    """The number of the hand-over. The sender's endpoint never uses this number for another hand-over."""
     slot: int
     """The index of the hand-over's word in :attr:`LeaseLedger.words`."""
     pool: int
