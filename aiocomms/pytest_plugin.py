@@ -141,8 +141,8 @@ def world(request: pytest.FixtureRequest) -> list[Communicator]:
     deadline of operations and the transport. An indirect parameter can also set these values. The parameter is the
     number of ranks, or a mapping with the keys ``n``, ``timeout`` and ``transport``.
 
-    After the test the fixture closes the communicators. The test fails if a message is then unmatched, or if only some
-    ranks have called a collective. If the test has already failed, the fixture aborts the communicators.
+    After the test the fixture closes the communicators. The test fails if a message is unmatched at its end, or if
+    only some ranks have called a collective. If the test has already failed, the fixture aborts the communicators.
     """
     if request.node.get_closest_marker("simulated") is not None:
         raise _refusal(request, "is of one process, and the test's ranks are simulated ones: take 'comm'")
@@ -152,7 +152,7 @@ def world(request: pytest.FixtureRequest) -> list[Communicator]:
 
 
 class _EveryRank(list["Communicator"]):
-    """The value of the fixture :func:`comm`: a list. The plug-in calls the test once for each communicator in it."""
+    """The list that the fixture :func:`comm` returns. The plug-in calls the test once for each of its communicators."""
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def comm(request: pytest.FixtureRequest) -> Any:
 
 
 def _place(item: pytest.Function) -> tuple[Any, str]:
-    """Return the object that contains the test's function, and the name of the object's attribute.
+    """Return the object that contains the test's function, and the name of the attribute with the function.
 
     For a hypothesis test, this object is the attribute ``hypothesis`` of the test.
     """
@@ -384,7 +384,8 @@ def _loop_scope(request: pytest.FixtureRequest, marker: pytest.Mark) -> str:
 def _ask(request: pytest.FixtureRequest) -> _Asked:
     """Return the arguments of a test's world.
 
-    An indirect parameter of the test gives the arguments. Without such a parameter, the closest marker gives them.
+    An indirect parameter of the test gives the arguments. If the test has no indirect parameter, the closest
+    marker gives the arguments.
     """
     marker, param = request.node.get_closest_marker("ranks"), _param(request.node)
     args: tuple[Any, ...] = (DEFAULT_RANKS,)

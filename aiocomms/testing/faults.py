@@ -41,8 +41,8 @@ def inject(world: Communicator | Sequence[Communicator], *faults: Fault, seed: i
 
     :param world: a communicator, or the communicators of a test's world.
     :param faults: faults from :func:`delay`, :func:`drop`, :func:`kill`, :func:`mismatch` and :func:`slow_link`.
-    :param seed: the seed of the random draws for ``probability``. Each rank and fault has its own draws. So every run
-        with this seed affects the same calls of a rank, independently of other ranks.
+    :param seed: the seed of the random draws for ``probability``. Each rank and fault has its own random draws.
+        So every run with this seed affects the same calls of a rank, independently of other ranks.
     :returns: the faults that were injected so far, in the order of injection.
     :raises ArgumentError: an argument is wrong, or a fault names a rank that a communicator does not have.
     """
@@ -94,8 +94,8 @@ def drop(
     """Never start an op, so that the op fails at its deadline. The parameters are those of :func:`delay`.
 
     A dropped receive fails only on this rank, like a receive without a message. After a dropped collective, the rank's
-    later collectives in the same lane are dropped, too. Otherwise the dropped collective of the other ranks would match
-    the next collective of this rank.
+    later collectives in the same lane are dropped, too. Otherwise this rank's next collective would match the
+    other ranks' calls of the dropped collective.
 
     :raises ArgumentError: an argument is wrong, or the fault could never affect a call.
     """
@@ -127,7 +127,7 @@ def mismatch(
     """Change an op of a rank, so that the other ranks get a :class:`~aiocomms.errors.MismatchError`.
 
     A collective or a message with a wrong dtype causes this error. A message with a wrong size only makes the receive
-    fail. For a wrong dtype or size, the op uses copies. The caller's tensors do not change. The other parameters are
+    fail. For a wrong dtype or size, the op uses copies, so the caller's tensors do not change. The other parameters are
     those of :func:`delay`.
 
     :param differs: the wrong property. ``"dtype"`` changes the dtype of the op's tensors, ``"size"`` doubles their

@@ -12,7 +12,7 @@ PROCESSES = "@processes"
 """The suffix of a transport's name. With this suffix, each rank runs in its own process."""
 
 APART = (2, 3)
-"""The numbers of ranks in separate processes, if the checks also run the same transport in one process."""
+"""The numbers of ranks that run in separate processes, if the same transport is also checked in one process."""
 
 
 class Marks(NamedTuple):

@@ -85,7 +85,7 @@ WRITTEN = {
     "output": set(GOOD),
     "outputs": set(GOOD),
 }
-"""The names of the operations that write the tensors passed as a parameter. The keys are the parameters."""
+"""The names of the operations that write into the tensors of a parameter, by the name of the parameter."""
 
 
 class Subclass(torch.Tensor):
@@ -139,7 +139,7 @@ WRONG: dict[str, list[object]] = {
     "outputs": [3, "list", {}, torch.ones(2, 2)],
     "inputs": [3, "list", {}, torch.ones(2, 2)],
 }
-"""The values that are wrong for every parameter with a given name."""
+"""The wrong values of a parameter, by the name of the parameter. Every operation must refuse these values."""
 
 
 def carried(comm: Communicator, name: str) -> bool:

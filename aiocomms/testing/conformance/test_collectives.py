@@ -68,7 +68,7 @@ async def test_collectives_deliver_every_dtype_bit_for_bit(comm: Communicator, c
 @ranks(1, 2, 3, 4, 7)
 @pytest.mark.parametrize("name", REDUCING)
 async def test_reductions_are_right_for_every_operator_and_dtype(comm: Communicator, case: Case, name: str) -> None:
-    """The shapes rotate over the operators and dtypes, so that each dtype is tried with each shape."""
+    """Successive operators get successive shapes. The first operator's shape differs from dtype to dtype."""
     for i, dtype in enumerate(data.REDUCED_DTYPES):
         defined = [op for op in reductions() if op.supports(dtype)]
         shapes = itertools.cycle(data.SHAPES[i % len(data.SHAPES) :] + data.SHAPES[: i % len(data.SHAPES)])

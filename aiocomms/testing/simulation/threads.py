@@ -26,7 +26,7 @@ from aiocomms.testing.simulation.clockwork import Timeline
 from aiocomms.testing.simulation.refusing import refuse, watch
 
 _here = threading.local()
-"""The simulated thread that runs on this thread of the system."""
+"""The simulated thread that runs on the current system thread."""
 
 
 _PATIENCE: Final = 60.0
@@ -87,7 +87,7 @@ _idle: Final[list[_Runner]] = []
 _alive: Final[dict[SimulatedThread, None]] = {}
 """The threads that have not ended, in the order of their starts."""
 _tids: Final[list[int]] = []
-"""The operating system's ids of the threads that run simulated threads."""
+"""The operating system's ids of the system threads that run simulated threads."""
 
 
 def _forget() -> None:
@@ -115,7 +115,7 @@ def on_one_processor() -> Iterator[None]:
 
 
 class SimulatedThread:
-    """One thread of a process."""
+    """One thread of a simulated process."""
 
     def __init__(self, timeline: Timeline, target: Callable[[], object]) -> None:
         self.timeline = timeline
