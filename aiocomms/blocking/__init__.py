@@ -1,4 +1,4 @@
-"""aiocomms for synchronous programs: the same methods in blocking form. An asyncio loop runs in a separate thread.
+"""aiocomms for synchronous programs, in blocking form. An asyncio loop runs in a separate thread.
 
 >>> with aiocomms.blocking.new_comm("auto") as comm:
 ...     t = comm.all_reduce(t).wait()

@@ -15,8 +15,8 @@ from aiocomms.communicator.portal.portal import Portal
 class Communicator(Portal):
     """A communicator whose methods block: one rank's handle on a fixed, ordered group of ranks.
 
-    The function :func:`new_comm` makes it. Any thread may use the communicator. The thread of the event loop calls the
-    hooks that the program registers.
+    The function :func:`new_comm` makes the communicator. Any thread may use the communicator. The thread of the event
+    loop calls the hooks that the program registers.
     """
 
     def __init__(self, comm: communicator.Communicator, thread: LoopThread) -> None:
@@ -33,7 +33,7 @@ class Communicator(Portal):
         Idempotent: a second caller waits until the first call has ended. Pending ops have up to 5 seconds to end.
 
         :raises RuntimeError: the caller is on the loop's own thread, for example in a hook.
-        :raises CommError: a transport failed to close. The other resources are released.
+        :raises CommError: a transport failed to close. The call has released all other resources.
         """
         with self._use.ending(self._door):
             super().close()
@@ -41,7 +41,7 @@ class Communicator(Portal):
     def reconfigure(
         self, ranks: Sequence[int] | None = None, *, size: int | None = None, timeout: float | timedelta = 10.0
     ) -> Self:
-        """Form a new communicator, and then close this communicator, which the new communicator replaces.
+        """Form a new communicator that replaces this communicator, and then close this communicator.
 
         See :meth:`aiocomms.Communicator.reconfigure`.
         """

@@ -1,4 +1,4 @@
-"""Works of ``torch.distributed`` that consist of several operations. A thread can wait for each operation."""
+"""Works of ``torch.distributed`` that consist of several operations."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class CompoundWork(Handle, dist.Work):
     _parts: Sequence[Ending]
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block this thread until the work has ended."""
+        """Block the calling thread until the work has ended."""
         raise NotImplementedError
 
     def synchronize(self) -> None:
-        """Block this thread until the work has ended."""
+        """Block the calling thread until the work has ended."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -40,7 +40,7 @@ class CompoundWork(Handle, dist.Work):
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
-        """Return the error of the work; None if the work has not failed, or has not ended."""
+        """Return the error of a failed work; None if the work has succeeded or is pending."""
         if not self.is_completed():
             return None
         try:

@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 class _Inside:
-    """The endpoint that owns a :class:`Door`, the queue of calls from other threads.
+    """The owner of an endpoint's :class:`Door`, which is the queue of calls from other threads.
 
     See :class:`aiocomms.communicator.portal.door.DoorOwner`.
     """
@@ -54,10 +54,10 @@ class _Inside:
 
 
 class Endpoint(Handle):
-    """An :class:`aiocomms.Endpoint` whose methods block; made by :func:`open_endpoint`. Any thread may use it.
+    """An endpoint whose methods block. The function :func:`open_endpoint` makes it, and any thread may use it.
 
-    Each method has the arguments, the result and the errors of the endpoint's method of the same name. Ctrl-C cancels a
-    blocking call.
+    Each method has the arguments, the result and the errors of the method of :class:`aiocomms.Endpoint` with the same
+    name. Ctrl-C cancels a blocking call.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Endpoint(Handle):
         self._endpoint = endpoint
         self._door = Door(_Inside(endpoint))
         self._views: dict[Peer, BlockingPeer] = {}
-        """The blocking object of each open connection. Only the loop's thread uses this dict."""
+        """The blocking objects of the open connections, by connection. Only the loop's thread uses this dict."""
         self._use = Use(thread)
 
     def __repr__(self) -> str:
@@ -154,7 +154,7 @@ class Endpoint(Handle):
         return run(self._door, what, call, timeout)
 
     def _view(self, peer: Peer) -> BlockingPeer:
-        """Return the blocking object of a connection. Every call for a connection returns the same object.
+        """Return the blocking object of a connection. All calls with the same connection return the same object.
 
         Only the loop's thread calls this method.
         """

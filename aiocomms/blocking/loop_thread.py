@@ -23,7 +23,7 @@ _Blocking = TypeVar("_Blocking")
 
 
 class LoopThread:
-    """A thread that runs an event loop for as long as communicators or endpoints use it."""
+    """A thread that runs an event loop for as long as communicators or endpoints use the thread."""
 
     def __init__(self) -> None:
         if clock.simulation is not None:
@@ -46,7 +46,7 @@ class LoopThread:
             raise CommError(f"no thread can be started: {error}") from error
 
     def open(self, opening: Awaitable[_Opened]) -> _Opened:
-        """Await ``opening`` on the loop, and return the object that it opens."""
+        """Await ``opening`` on the loop, and return its result: the opened object."""
 
         async def main() -> _Opened:
             return await opening
@@ -94,11 +94,11 @@ class LoopThread:
 
 
 class Use:
-    """The use of a loop thread by one communicator or endpoint."""
+    """One user of a loop thread: a communicator or an endpoint. Without users, the loop thread ends."""
 
     def __init__(self, thread: LoopThread) -> None:
         self.thread: LoopThread | None = thread
-        """The thread; None after :meth:`leave`."""
+        """The loop thread; None after :meth:`leave`."""
         self._lock = threading.RLock()  # A signal handler may close what it interrupts.
         thread.enter()
 
@@ -157,7 +157,7 @@ def blocking(
 
 
 def _end(thread: weakref.ref[LoopThread]) -> None:
-    """Close all objects that the program has not closed. The interpreter's exit calls this function."""
+    """Close all objects that the program has not closed. The interpreter calls this function at its exit."""
     left = thread()
     if left is not None:
         pending.stand_still()

@@ -43,8 +43,8 @@ class BlockingPeer(Handle):
     def __init__(self, door: Door, peer: Peer) -> None:
         """Make the blocking form of a peer. Only the loop's thread calls this method.
 
-        :param door: the endpoint's :class:`Door`, a queue of calls to the loop's thread. :meth:`close` uses this queue,
-            because the queue of the connection's communicator closes with the connection.
+        :param door: the endpoint's :class:`Door`, a queue of calls to the loop's thread. :meth:`close` uses the
+            endpoint's queue, because the connection's own queue closes with the connection.
         """
         self.name, self.address, self.transports = peer.name, peer.address, peer.transports
         self._peer, self._other, self._door = peer, peer._other, door
@@ -215,7 +215,7 @@ class BlockingRemoteRegion(Described):
         self, tensor: Given, offsets: Sequence[int] | Tensor, starts: Sequence[int] | Tensor, count: int,
         *, timeout: OpTimeout = COMM_TIMEOUT,
     ) -> BlockingWork[Given]:  # fmt: skip
-        """Write runs of elements. All runs have the same length. See :meth:`aiocomms.RemoteRegion.put_v`."""
+        """Write runs of elements of equal length into the region; see :meth:`aiocomms.RemoteRegion.put_v`."""
         self._check("put_v", "written", self.writable)
         with self._counting:
             work = self._window.put_v(tensor, self._owner, offsets, starts, count, timeout=timeout)

@@ -1,7 +1,7 @@
 """The board of a communicator: signed records in the store. Each rank writes its own records, and can read all records.
 
-Recovery and diagnosis use the board, on separate threads. Transports do not use it. A call to the board blocks until
-the store answers.
+Recovery and diagnosis use the board, on threads other than the event loop's thread. Transports do not use the board. A
+call to the board blocks until the store answers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aiocomms.lowlevel.stores import store_errors
 ANYBODY: Final = -1
 """The number that stands for the signer in records on which all ranks agree.
 
-Other records have the number of the rank that signed them.
+Every other record has the number of the rank that signed it.
 """
 
 
@@ -46,7 +46,7 @@ class Board:
     def told(self, key: str, rank: int) -> bytes | None:
         """Return the value that a rank has written under a key.
 
-        Return None if there is no value, or if the rank has not signed it.
+        Return None if there is no value, or if the rank has not signed the value.
 
         :raises StoreLostError: the store is gone.
         """
@@ -67,7 +67,7 @@ class Board:
 
     @store_errors()
     def decided(self, key: str) -> bytes | None:
-        """Return the decision on a key, or None if there is none yet.
+        """Return the decision on a key, or None if no rank has decided yet.
 
         :raises StoreLostError: the store is gone.
         :raises AuthError: no rank has signed the record in the store.

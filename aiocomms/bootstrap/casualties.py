@@ -4,8 +4,8 @@ The store and its notices may be older than this run of the job. A waiting rank 
 
 * notices that are written while it waits;
 * notices that a process on the same host wrote earlier, if that process failed after this rank's process was started.
-  The rank believes an earlier notice only until its own process first meets other ranks. Earlier notices from other
-  hosts are excluded, because the clocks of two hosts cannot be compared.
+  After the first meeting of its process with other ranks, the rank no longer believes earlier notices. The rank ignores
+  earlier notices from other hosts, because the clocks of two hosts cannot be compared.
 
 A process that replaces a failed rank withdraws the failed rank's notice. So a rank believes only notices of its own run
 of the job.
@@ -35,14 +35,14 @@ from aiocomms.lowlevel.control import ControlCodec
 from aiocomms.lowlevel.hosts import host_id
 
 KEY: Final = "aiocomms/failed"
-"""The key of the list of failed ranks, in the launcher's store, without a prefix."""
+"""The key, without a prefix, of the list of failure notices in the launcher's store."""
 PATIENCE: Final = 1.0
 """The time in seconds for which a failing process tries to write its notice.
 
 A waiting rank reads the notices at this interval, or less often if there are many ranks.
 """
 _STAYS: Final = 2
-"""The number of intervals for which rank 0 waits after it finds a notice.
+"""The number of intervals between readings for which rank 0 waits after it finds a notice.
 
 Rank 0 may serve the store, from which the other ranks must also read the notice.
 """
@@ -51,7 +51,10 @@ _LOOKS: Final = 1000
 _LONGEST: Final = 2000
 """The largest number of characters of an error in a notice."""
 _TORCHS: Final = "aiocomms.integrations.torch_backend"
-"""The name of a module. A program that has loaded the module uses torch's store for the rendezvous."""
+"""The name of the module with the backend for ``torch.distributed``.
+
+A program that has loaded this module uses torch's store for the rendezvous.
+"""
 
 
 class Casualty(msgspec.Struct, array_like=True):
@@ -61,7 +64,7 @@ class Casualty(msgspec.Struct, array_like=True):
     """The error that ended the rank; empty if another process has replaced the rank."""
     host: str
     at: float
-    """The time at which the notice was written, in seconds since the writer's host was started."""
+    """The time at which the notice was written, in seconds since the boot of the writer's host."""
 
 
 _CASUALTIES = ControlCodec[Casualty](Casualty, "what has ended a rank")
@@ -103,7 +106,7 @@ class Casualties:
                 self._give_up(rank, told)
 
     def after(self, pause: float) -> None:
-        """Read the new notices if the rank has waited :data:`PATIENCE` seconds or longer since it last read them.
+        """Read the new notices if the rank has waited :data:`PATIENCE` seconds or longer since the last reading.
 
         :param pause: the seconds for which the rank has waited since the last call.
         :raises CommAbortedError: a rank has failed.
@@ -148,7 +151,7 @@ class Casualties:
 
 
 def tell(error: Exception) -> None:
-    """Tell the job's other ranks within a second which error ends this rank, unless another rank caused the error."""
+    """Write a notice of the error that ends this rank, unless another rank caused the error. Block up to a second."""
     launch = read_environment(os.environ)
     if launch is None or launch.size == 1 or failures.is_caused(error) or _helps(launch):
         return
@@ -185,12 +188,12 @@ def _seal() -> Seal:
 
 
 def _started() -> float:
-    """Return the start time of this process, in seconds since its host was started."""
+    """Return the start time of this process, in seconds since the boot of its host."""
     return _stat(os.getpid())[1]
 
 
 def _stat(process: int) -> tuple[int, float]:
-    """Return the pid of a process's parent, and the start time of the process in seconds, see proc_pid_stat(5)."""
+    """Return a process's parent, as a pid, and its start time in seconds since the boot; see proc_pid_stat(5)."""
     _, _, stat = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")
     fields = stat.split()
     return int(fields[1]), int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -200,8 +203,8 @@ def _helps(launch: Launch) -> bool:
     """Return whether a rank, not the launcher, has started this process.
 
     If so, the end of this process is not the end of the rank. A rank has started this process if an ancestor of the
-    process runs the same Python, and has a rank in its initial environment. Between a rank and its launcher there may
-    be a shell, or a tool that binds the rank to cores.
+    process runs the same Python executable, and had a launcher's rank variable in its environment at its start. Between
+    a rank and its launcher there may be a shell, or a tool that binds the rank to cores.
     """
     mark, process = f"{MARKS[launch.launcher]}=".encode(), os.getpid()
     mine = Path("/proc/self/exe").readlink()

@@ -2,7 +2,7 @@
 
 By default torch makes as many threads in each rank as the host has processors. The threads of one rank then delay the
 event loops of other ranks. After the rendezvous, a rank without ``OMP_NUM_THREADS`` adds the number of its threads to a
-counter in the store. So all threads are counted when a communicator is formed.
+counter in the store. So the counter is complete when the communicator is formed.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.hosts import host_id
 
 _RANK: Final = 1 << 32
-"""The value that stands for one rank in the counter in the store.
+"""The amount that each rank adds to the counter in the store, besides the number of its threads.
 
-The part of the counter below this value counts threads.
+So the quotient of the counter and this amount is the number of ranks, and the remainder is the number of threads.
 """
 _log = logging.getLogger("aiocomms")
 _counted: dict[int, object] = {}
-"""The pids of the counted processes, each with an object that stands for the rank that counted the process.
+"""A mapping from the pid of each counted process to an object that only the counting rank has.
 
 Ranks in one process share torch's threads, so only one rank counts the process.
 """
 
 
 def may_crowd(size: int) -> bool:
-    """Return whether this rank must count this process.
+    """Return whether this rank must count the threads of this process.
 
-    A rank counts its process if no rank has counted it yet, and if the number of its threads is not limited.
+    A rank counts the threads if no other rank has counted the process, and if the user has not limited the threads.
     """
     if size == 1 or clock.simulation is not None or "OMP_NUM_THREADS" in os.environ or torch.get_num_threads() == 1:
         return False
@@ -49,7 +49,7 @@ def count(store: Store) -> str:
     Ranks that may use different processors of the host have different counters.
 
     :param store: the part of the store that belongs to one communicator.
-    :returns: the key of the counter on the one rank that warns, and an empty text on the other ranks.
+    :returns: on the one rank that must warn, the key of the counter; on the other ranks, an empty text.
     """
     processors = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     key = f"threads/{hashlib.sha256(f'{host_id()} {processors}'.encode()).hexdigest()[:16]}"

@@ -1,4 +1,4 @@
-"""The directory of open communicators by name."""
+"""The directory that finds an open communicator by its name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The hook that handles an exception which ends a rank before the rendezvous.
 
-The hook reports the exception to the other ranks, which wait for this rank. :mod:`aiocomms` imports this module if a
-launcher has started this process as a rank. So this module imports only the standard library.
+The hook reports the exception to the other ranks, which wait for this rank. If a launcher has started this process as a
+rank, ``import aiocomms`` imports this module. This module imports only the standard library, so that ``import
+aiocomms`` does not import torch.
 """
 
 from __future__ import annotations

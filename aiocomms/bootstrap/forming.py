@@ -1,4 +1,4 @@
-"""Failure notices while a communicator forms: if one rank cannot form its part, all others stop waiting.
+"""Failure notices while a communicator forms: if one rank cannot form its part, all other ranks stop waiting.
 
 Ranks that form a communicator first wait for each other in the store. Then each transport waits for connections. If a
 rank fails between these two waits, but its process lives, no connection shows the failure.
@@ -34,10 +34,11 @@ from aiocomms.transport import Transport
 _PAUSE: Final = 0.1
 """The seconds between two checks whether another rank has failed; fewer seconds if the timeout is short."""
 _ANSWERS: Final = 2.0
-"""The number of seconds within which a store must answer why a rank has closed its connections.
+"""The seconds within which the store must answer a rank's question why another rank has closed its connections.
 
-A slower store counts as lost. If a rank no longer needs a lost store, it continues to connect for these seconds, but
-for a quarter of its timeout at most. A rank that still needs the store has failed, and cannot report its failure.
+A slower store counts as lost. A rank that no longer needs the store then continues to connect for these seconds, or for
+a quarter of its timeout if that is shorter. A rank that still needs the lost store fails, and cannot report its
+failure.
 """
 _PARTS: Final = 16
 """The smallest number of checks for failed ranks within the timeout.
@@ -66,7 +67,7 @@ A worker thread calls the function.
 async def formed(
     rendezvous: StoreRendezvous, opening: Awaitable[Transports], missing: Missing = lambda: None
 ) -> Transports:
-    """Wait until this rank's transports are open, and return them; give up if another rank has given up.
+    """Wait until this rank's transports are open, and return the transports; give up if another rank has given up.
 
     :param missing: a function that this rank calls from time to time. If the function returns an error, this rank gives
         up.
@@ -213,7 +214,7 @@ async def _carried_out(rendezvous: StoreRendezvous, transports: Transports) -> b
 
 
 def _wait_for_end(rendezvous: StoreRendezvous, transports: Transports, stop: clock.ThreadEvent) -> bool:
-    """Report that this rank has formed its part, and return whether all ranks have formed theirs.
+    """Report that this rank has formed its part, and return whether all ranks have formed their parts.
 
     The rank waits for the decision of another rank, or makes the decision. Runs in a thread.
     """
@@ -245,7 +246,7 @@ def broken_off(error: BaseException, members: Sequence[int]) -> CommError:
 
 
 def renumbered(error: CommError, members: Sequence[int], old_one: str) -> CommError:
-    """Return an error of a new communicator, but with the rank numbers of the old communicator that it was made from.
+    """Return a copy of a new communicator's error, with the rank numbers of the old communicator.
 
     :param members: the ranks of the new communicator, numbered as in the old communicator.
     :param old_one: a phrase for the old communicator, for the error's message.

@@ -41,7 +41,7 @@ _NAME: Final = re.compile(r"[0-9a-f]{16}")
 _LENGTH: Final = 16
 _NOBODY: Final = "-" * _LENGTH
 _BORED: Final = 2.0
-"""The seconds after its arrival at which a rank first calls the roll, unless another rank has recently called it.
+"""The seconds after its arrival at which a rank first calls the roll, unless another rank has recently called the roll.
 
 To call the roll means to ask all ranks to answer.
 """
@@ -53,8 +53,8 @@ _SAID: Final = re.compile(
 )
 """The format of rank 0's statement.
 
-The statement contains the name of rank 0 and the digest of the signed names. After an error it also contains the rank
-at fault and the reason.
+The statement contains the name of rank 0 and the digest of the signed names. After an error the statement also contains
+the rank at fault and the reason.
 """
 
 
@@ -68,9 +68,10 @@ class Arrival:
         """Create an arrival. The other ranks see the arrival only after the call of :meth:`meet`.
 
         :param store: the part of the store that belongs to the communicator's name.
-        :param turn: a lock for the arrivals of this rank; needed if ranks that have met before meet here repeatedly.
-            With the lock, an arrival waits until an earlier arrival that was given up has ended. So the newest arrival
-            writes its name last. If None, the ranks have not met before, so a rank may fail before it arrives.
+        :param turn: a lock that all arrivals of this rank share. Ranks that meet here repeatedly need the lock. With
+            the lock, an arrival waits until an earlier arrival that was given up has ended. So the newest arrival
+            writes its name last. None means that the ranks have not met before. Then this rank also reads the notices
+            of ranks that failed before their arrival.
         """
         self._store = store
         self._rank = rank
@@ -119,7 +120,7 @@ class Arrival:
         return ""
 
     def steps(self, seconds: float) -> Generator[float, None, str]:
-        """Do the same as :meth:`meet`, but yield the seconds to wait before each further step, instead of waiting."""
+        """Run :meth:`meet` in steps: before each further step, yield the seconds to wait instead of waiting."""
         casualties = Casualties(self._store, self._rank, self._size) if self._turn is None else None
         if casualties is not None:
             casualties.arrive()
@@ -144,7 +145,7 @@ class Arrival:
     def repeated(self) -> list[int]:
         """Return the ranks that have arrived again since the meeting. Blocks.
 
-        Rank 0 checks all ranks, and the other ranks check only rank 0.
+        Rank 0 checks all ranks; every other rank checks only rank 0.
         """
         records = self._store.multi_get([f"came/{rank}" for rank in self._met])
         return [rank for rank, record in zip(self._met, records, strict=True) if self._is_new(rank, record)]
@@ -195,7 +196,7 @@ class Arrival:
     # -------------------------------------------------------------------------------------------------- the other ranks
 
     def _follow(self, roll: _Roll) -> str:
-        """Answer rank 0 if it has newly arrived, and read rank 0's statement.
+        """Answer rank 0 if rank 0 has newly arrived, and read rank 0's statement.
 
         Return the key of the meeting, or an empty text if the meeting is not complete.
         """
@@ -219,7 +220,8 @@ class Arrival:
         """Return the key of the meeting that rank 0 reports, or raise the error that rank 0 reports.
 
         Rank 0's statement contains the name of this arrival, so the process of rank 0 was present after this rank
-        arrived. Without this proof, another token or another version of rank 0 is not an error.
+        arrived. A statement without this name may be of an earlier run, so another token or version in it is not an
+        error.
         """
         said = _SAID.fullmatch(self._seal.verify("came", 0, leader).decode(errors="replace"))
         if said is None or said["digest"] != _digest(names):
@@ -234,7 +236,7 @@ class Arrival:
         self._answered = leader
 
     def _list(self, leader: str) -> str:
-        """Return the key of the list of ranks that have seen this arrival. Each number of ranks has a separate list."""
+        """Return the key of the list of ranks that have seen this arrival. The key contains the number of ranks."""
         return f"here/{self._size}/{leader}"
 
     def _taken(self) -> NoReturn:
@@ -247,14 +249,14 @@ class Arrival:
 class _Roll:
     """The roll: the list of the ranks that answer while this rank waits.
 
-    If this rank waits without success, its error names the ranks that are not in the roll. The roll does not need rank
-    0.
+    If the wait of this rank fails, the error names the ranks that are not in the roll. The roll works even if rank 0 is
+    not present.
     """
 
     KEY: Final = "roll"
 
     def __init__(self, store: Store, rank: int, size: int, seal: Seal, seconds: float, present: set[int]) -> None:
-        """Begin.
+        """Create the roll of this rank.
 
         :param seconds: the time for which this rank waits.
         :param present: the set to which ranks that answer are added.
@@ -264,7 +266,7 @@ class _Roll:
         now, last = clock.now(), last_look(size, seconds)
         self._last = last
         self.patience: float = last / 8
-        """The largest number of seconds between two looks at the store.
+        """The largest number of seconds between two reads of the store.
 
         So each rank answers a call of the roll in time.
         """

@@ -1,4 +1,4 @@
-"""The groups of a communicator. Some ranks of the communicator form a group without its other ranks."""
+"""The groups of a communicator. The members of a group form it without the communicator's other ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FORMED: Final = "formed"
 
 
 class Formed(NamedTuple):
-    """The parts that a communicator is made of."""
+    """The parts from which the communicator of a group is made."""
 
     rendezvous: StoreRendezvous
     plan: Selection
@@ -38,8 +38,8 @@ class Groups:
     """The groups of one communicator's ranks.
 
     The members arrive at a part of the store that belongs to the list of members and the group's name, see
-    :class:`Arrival`. So the records of failed calls have no effect, even if some members have called more often than
-    others.
+    :class:`Arrival`. So the records of failed calls have no effect, even if some members have called :meth:`form` more
+    often than other members.
     """
 
     def __init__(self, rendezvous: StoreRendezvous, plan: Selection, transports: Mapping[Family, Transport]) -> None:
@@ -47,7 +47,7 @@ class Groups:
         self._forming: dict[str, anyio.CancelScope] = {}
         self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._formed: dict[str, StoreRendezvous] = {}
-        """The last meeting that formed a group, for each list of members and name."""
+        """The last meeting that formed a group, by the digest of the group's name and members."""
 
     def end(self, _reason: object = None) -> None:
         """Cancel the forming of all groups, because the communicator is lost or closed."""
@@ -59,7 +59,7 @@ class Groups:
         """Form a group. Collective over the group's members.
 
         :param members: ranks of the communicator; this rank is one of them.
-        :param seconds: the time for the forming in seconds, and afterwards the default timeout of the group's ops.
+        :param seconds: the time in seconds for forming the group; also the default timeout of the group's ops.
         :returns: the parts of the group; None if :meth:`end` was called during the forming.
         """
         own = hashlib.blake2b(repr((name, members)).encode(), digest_size=16).hexdigest()
@@ -87,8 +87,8 @@ class Groups:
     async def _tell_formed(self, own: str) -> None:
         """Report that this rank has formed the last group with these members and this name.
 
-        Members that still form that group read the report. A member that arrives again without such a report has given
-        up.
+        Members that still form that group read the report. A member that arrives again without a report has given up
+        the last group.
         """
         if (last := self._formed.get(own)) is not None:
             with contextlib.suppress(StoreLostError):
@@ -97,7 +97,7 @@ class Groups:
     async def _form(
         self, place: StoreRendezvous, members: Sequence[int], turn: threading.Lock
     ) -> tuple[StoreRendezvous, Transports]:
-        """Meet the other members, and form the group. Repeat both steps if a member has called again meanwhile."""
+        """Meet the other members, and form the group. Repeat both steps if a member has begun another attempt."""
         while True:
             rendezvous = copy.copy(place)
             arrival = await rendezvous.meet(turn)
@@ -123,7 +123,7 @@ class Groups:
 
 
 def _left(rendezvous: StoreRendezvous, arrival: Arrival | None) -> CommError | None:
-    """Return an error if a member has given up this attempt to form the group, and has called again. Blocks."""
+    """Return an error if a member has given up this attempt to form the group, and begun another one. Blocks."""
     again = [] if arrival is None else arrival.repeated()
     if all(rendezvous.told(_FORMED, rank) for rank in again):
         return None
@@ -131,7 +131,7 @@ def _left(rendezvous: StoreRendezvous, arrival: Arrival | None) -> CommError | N
 
 
 async def _is_over(rendezvous: StoreRendezvous, arrival: Arrival | None) -> bool:
-    """Return whether a member has given up this attempt and called again, and there is time for another attempt."""
+    """Return whether a member has given up this attempt and begun another one, and there is time to repeat."""
     with anyio.move_on_after(max(0.0, rendezvous.left())), contextlib.suppress(StoreLostError):
         return await run_in_thread(partial(_left, rendezvous, arrival)) is not None
     return False

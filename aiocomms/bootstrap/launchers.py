@@ -1,7 +1,7 @@
 """The environment variables of launchers, in which a process finds its rank, the number of ranks and the store.
 
-This module imports neither torch nor an event loop, and opens no socket. It supports Open MPI, MPICH and its relatives
-(Intel MPI, PALS), Slurm's srun, torchrun, and other launchers that set the variables of torch's ``env://``.
+This module imports neither torch nor an event loop, and opens no socket. The module supports Open MPI, MPICH and its
+relatives (Intel MPI, PALS), Slurm's srun, torchrun, and other launchers that set the variables of torch's ``env://``.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def read_environment(environ: Mapping[str, str]) -> Launch | None:
 
     :param environ: the environment, such as ``os.environ``.
     :returns: the rank of this process and the address of the store; None if no launcher started this process. A process
-        without a launcher is a world of one rank, and a log record says so.
+        without a launcher is the only rank, and the function logs that.
     :raises ArgumentError: the environment is incomplete or contradicts itself. The message lists all faults, and the
         launcher's variables that are set.
     """
@@ -121,7 +121,7 @@ def _log_world_of_one(env: Mapping[str, str]) -> None:
 def expand_hostlist(text: str) -> Iterator[str]:
     """Expand a list of hosts in Slurm's notation, as ``scontrol show hostnames`` does.
 
-    :param text: a list such as ``"node[01-03,07],gpu3"``; a name may hold several brackets.
+    :param text: a list such as ``"node[01-03,07],gpu3"``; a name may contain several pairs of brackets.
     :returns: an iterator over the names in order: ``node01``, ``node02``, ``node03``, ``node07``, ``gpu3``.
     :raises ValueError: the text is no list in this notation.
     """
@@ -163,7 +163,7 @@ class _Reader:
         self.complaints: list[str] = []
 
     def integer(self, name: str, low: int, high: int | None = None) -> int | None:
-        """Return the variable's value. If the value is missing or out of bounds, add a complaint and return None."""
+        """Return an integer variable's value. If it is missing or out of bounds, add a complaint and return None."""
         text = self.env.get(name)
         if text is None:
             self.complaints.append(f"{name} is missing")
@@ -292,8 +292,8 @@ def _first_host(reader: _Reader, size: int | None, local_name: str) -> str | Non
     """Return the host of rank 0: ``MASTER_ADDR``, or else the loopback address if all ranks are on this host.
 
     For several hosts of a Slurm job, return the job's first host, where mpiexec places rank 0 by default. If no host is
-    known, return None. If rank 0 runs on another host, rank 0 raises an error, because the address is not that of its
-    host.
+    known, return None. If rank 0 runs on a host other than the returned host, rank 0 raises an error, because it cannot
+    serve the store there.
     """
     host = reader.env.get("MASTER_ADDR")
     if host is not None or size is None or local_name not in reader.env:
@@ -337,7 +337,7 @@ def _is_slurm_task(env: Mapping[str, str]) -> bool:
 
 
 def _is_slurm_shell(env: Mapping[str, str]) -> bool:
-    """Return whether this is the shell of an interactive allocation, which is a special step with one task."""
+    """Return whether this process is the shell of an interactive allocation: a special step with one task."""
     return "SLURM_STEP_ID" in env and _slurm_step(env) is None
 
 

@@ -1,8 +1,8 @@
-"""The meeting of a communicator's surviving ranks: the store that all of them reach, and the time for recovery.
+"""The meeting of a communicator's surviving ranks: the store that all survivors reach, and the time for recovery.
 
 The survivors meet at the store in which the communicator was formed. If that store is gone, the lowest surviving rank
-serves a new store, and sends the store's address to the others. This needs a side channel of the transport. Each
-survivor also sends the address to the next survivor, because the lowest rank may die.
+serves a new store, and sends the store's address to the others. To send the address, the rank needs a side channel of
+the transport. Each survivor also sends the address to the next survivor, because the lowest rank may die.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from aiocomms.transport import SideChannel
 
 _T = TypeVar("_T")
 _Place = tuple[Store, Store | None]
-"""A pair: the root store of all communicators, and the same store again if it is new.
+"""A pair: the root store of all communicators, and None or the root store again.
 
-If the store is not new, the second is None.
+The second element is the root store if the survivors meet at a new store, and None if they meet at the old store.
 """
 _OLD: Final = b"the old store"
 _LATE: Final = 0.05
@@ -52,7 +52,7 @@ class Meeting:
     """One rank's search for the store at which the survivors meet."""
 
     def __init__(self, before: Predecessor, ranks: Sequence[int] | None, wanted: int | None, seconds: float) -> None:
-        """Begin.
+        """Create the search.
 
         :param ranks: the ranks that shall meet; None for all survivors.
         :param wanted: the size of the new communicator, if newcomers take the free ranks.
@@ -80,9 +80,9 @@ class Meeting:
         return rank != self._old.rank and (named or (self.line is not None and self.line.gone(rank)))
 
     async def place(self) -> _Place:
-        """Return a pair: the root store that all survivors reach, and the same store again if it is new.
+        """Return a pair: the root store that all survivors reach, and None or that root store again.
 
-        If that store is not new, the second is None.
+        The second element is the root store if it is new, and None if it is the old store.
         """
         for pause in pauses(self._old.size):
             place = await (self._known_place() if self.line is None else self._told_place(self.line))

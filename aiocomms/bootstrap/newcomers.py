@@ -39,7 +39,7 @@ class Claims:
     """
 
     def __init__(self, rendezvous: StoreRendezvous, root: Store) -> None:
-        """Create the claims, on a newcomer or on a survivor."""
+        """Create the access to the claims, on a newcomer or on a survivor."""
         self._store = PrefixStore(f"aiocomms/{rendezvous.base}", root)
         self._seal = Seal(read_token(os.environ), rendezvous.base)
 

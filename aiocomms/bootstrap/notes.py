@@ -1,6 +1,7 @@
 """The notes that the ranks of one communicator send each other in addition to their ops, with :meth:`Transport.say`.
 
-Recovery, diagnosis and endpoints use notes. A received note is ignored if it is none of the records in this module.
+Recovery, diagnosis and endpoints use notes. A received note is ignored if its type is none of the record types in this
+module.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Notes:
     """The notes that one rank sends to the other ranks and receives from them. Any thread may use this object."""
 
     def __init__(self, transports: Sequence[Transport], size: int) -> None:
-        """Begin without received notes.
+        """Create the object, without received notes.
 
         :param transports: the communicator's transports, which pass each received note to :meth:`hear`.
         """
@@ -90,7 +91,7 @@ class Notes:
         self.places: dict[int, bytes] = {}
         """The places at which the survivors meet: for each rank, the place that this rank has named."""
         self.tried: set[str] = set()
-        """The keys of decisions on a new communicator that this rank has finished forming, with or without success."""
+        """The keys of the decisions that this rank has tried to carry out, with or without success."""
         self.on_word: Callable[[int, Question | Answer], object] = lambda rank, word: None
         """The function that is called with each question or answer of another rank. The function must not block."""
         self.on_passed: Callable[[int, bytes], object] = lambda rank, what: None
@@ -101,7 +102,7 @@ class Notes:
         self.leaving: set[int] = set()
         """The ranks that have closed the communicator."""
         self.storeless: set[tuple[int, int]] = set()
-        """The splits that have failed because a rank lost the store: the number of the split, and the rank."""
+        """Pairs of a split's number and a rank. The rank has reported that it lost the store during this split."""
         self.on_leaving: Callable[[], object] = lambda: None
         """The function that is called when another rank leaves. The function must not block."""
         self._size = size
@@ -133,12 +134,12 @@ class Notes:
             self.on_word(rank, found)
 
     def tell_no_store(self, number: int, members: Sequence[int]) -> None:
-        """Tell the members of a split's part that this rank has lost the store. They may still have it."""
+        """Tell the members of a split's part, which may still have the store, that this rank has lost the store."""
         for rank in members:
             self.say(rank, NoStore(number))
 
     def no_store(self, number: int, members: Sequence[int]) -> CommError | None:
-        """Return an error if a member of a split's part has lost the store, which this rank may still have."""
+        """Return an error if a member of a split's part has reported that it has lost the store."""
         lost = [rank for rank in members if (number, rank) in self.storeless]
         return StoreLostError(f"ranks {lost} have lost the store") if lost else None
 

@@ -1,8 +1,8 @@
 """Signed records in a store, by which ranks exchange values. Each call blocks.
 
-A record has its own key, which only its rank writes with :func:`write`, or it is part of a list. A list is one value to
-which every rank appends, so that one call reads all records. ``Store.append`` is atomic on every store of torch except
-``EtcdStore``, which has no ``append``.
+A record either has its own key, or is part of a list. Only the record's rank writes its own key, with :func:`write`. A
+list is one value to which every rank appends, so that one call reads all records. ``Store.append`` is atomic on every
+store of torch except ``EtcdStore``, which has no ``append``.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def listed(data: bytes, size: int, where: str) -> dict[int, list[bytes]]:
 
 
 def believed(seal: Seal, what: str, rank: int, records: Sequence[bytes]) -> bytes:
-    """Return the value of a rank's newest record in a list. Records of other writers do not count.
+    """Return the value of a rank's newest record in a list. Records that another rank signed are ignored.
 
     :param records: one or more records.
     :raises AuthError: the rank has signed none of the records.
@@ -123,5 +123,5 @@ def pauses(size: int) -> Iterator[float]:
 
 
 def last_look(size: int, timeout: float) -> float:
-    """Return how many seconds before its deadline a rank begins to find out which ranks its error must name."""
+    """Return the seconds before its deadline at which a rank begins to determine which ranks are missing."""
     return min(timeout / 2, 0.5 + size / 1000)

@@ -2,7 +2,7 @@
 
 The old communicator may be lost or not. The ranks meet in a store, see :mod:`aiocomms.bootstrap.meeting`. Each rank
 reports its arrival there, and the lowest rank proposes the members. The first proposal is the decision, because the
-store does not accept a second one. A rank that the decision does not name is excluded.
+store does not accept a second proposal. A rank that the decision does not name is excluded.
 
 A decision is carried out when all of its ranks have formed the new communicator, see :mod:`aiocomms.bootstrap.forming`.
 A decision is *spent*, and has no effect, if one of its ranks fails or is gone. Then all ranks, including late ones,
@@ -54,7 +54,7 @@ _TURN: Final = 0.5
 _AGAIN: Final = 0.25
 """The seconds after which a waiting rank reports again that it is present, because other ranks may believe it dead."""
 _MOST_FREE: Final = 16
-"""The number of free ranks after which a rank does not look for more, because a wrong ``size`` may be very large."""
+"""The largest number of free ranks that a rank collects for an error, because a wrong ``size`` may be very large."""
 _GONE: Final = b"0"
 
 
@@ -62,7 +62,7 @@ class Decision(msgspec.Struct, array_like=True):
     """The decision on the members of the new communicator."""
 
     key: str
-    """The key that distinguishes this decision from all others."""
+    """The key that distinguishes this decision from all other decisions."""
     old: dict[int, int]
     """A mapping from the new rank of each survivor to its old rank."""
     joins: dict[int, str]
@@ -120,7 +120,7 @@ class Recovery:
     """One rank's part in a recovery."""
 
     def __init__(self, before: Predecessor, ranks: Sequence[int] | None, size: int | None, seconds: float) -> None:
-        """Begin; see :func:`form_again`.
+        """Create this rank's part; see :func:`form_again`.
 
         :raises ArgumentError: an argument is wrong.
         """
@@ -132,7 +132,7 @@ class Recovery:
         _check(before, self._ranks, size)
         self._meeting = Meeting(before, self._ranks, size, seconds)
         self._free: list[int] = []
-        """The lowest free ranks that no newcomer had claimed when this rank last looked."""
+        """The lowest free ranks that no newcomer had claimed when this rank last read the claims."""
         line = self._meeting.line if before.reason is None else None
         self._closed = {rank for rank in range(self._old.size) if line is not None and line.gone(rank)}
         """The ranks that closed the communicator before the recovery.
@@ -144,9 +144,9 @@ class Recovery:
         """The end of an error's message: the reason why the last attempt failed; empty if no attempt has failed."""
         self._claims: Claims | None = None
         self._claimed: dict[int, str] = {}
-        """The claim by which each rank joined.
+        """The answered claim to each rank, as it was when this rank first voted.
 
-        A claim is empty if the rank joined without one, or if a newcomer claims the rank now.
+        A claim is empty if the rank joined without a claim, or if a newcomer had claimed the rank by then.
         """
 
     async def run(self) -> Formed:
@@ -247,7 +247,7 @@ class Recovery:
     def _dead(self, rank: int) -> bool:
         """Return whether this rank knows that a rank is gone.
 
-        It knows this by a connection, or because another process claims the rank.
+        The rank is gone if a connection shows its death, or if another process claims the rank.
         """
         if self._meeting.line is not None or self._claims is None or rank == self._old.rank:
             return self._meeting.dead(rank)
@@ -316,7 +316,7 @@ class Recovery:
     def _spent(self, board: Board, decision: Decision) -> bool:
         """Return whether a decision has failed on this rank or on another rank.
 
-        If it failed on this rank, report that to the other ranks.
+        If the decision failed on this rank, report the failure to the other ranks.
 
         :param board: the new communicator's board.
         :raises CommAbortedError: the decision failed on this rank, but the other ranks have carried it out.
@@ -356,11 +356,11 @@ class Recovery:
         return None if free else Decision(secrets.token_hex(16), {r: r for r in old}, joins)
 
     def _check_quorum(self, old: Sequence[int]) -> None:
-        """Check that these ranks are a majority if they meet at a new store, because the network may be divided.
+        """Check that the ranks ``old`` are a majority if they meet at a new store: the network may be divided.
 
         The old store allows one decision only, so the check is not needed there.
 
-        :raises StoreLostError: these ranks are at most half of all ranks, and some of the other ranks are on other
+        :raises StoreLostError: the ranks ``old`` are at most half of all ranks, and some missing ranks are on other
             hosts.
         """
         line, size = self._meeting.line, self._old.size
@@ -376,7 +376,7 @@ class Recovery:
     def _accept(self, decision: Decision, board: Board) -> None:
         """Check that a decision agrees with this rank's arguments.
 
-        If it does not agree, report this to the ranks that form the new communicator.
+        If the decision does not agree, report that to the ranks that form the new communicator.
 
         :param board: the new communicator's board.
         :raises CommAbortedError: the decision excludes this rank.
@@ -401,7 +401,7 @@ class Presence:
     A rank that this rank believes to be dead may only have been silent, or may have died after its arrival. Such a rank
     counts as present only after it has reported its presence again.
 
-    :param dead: a function that gets a rank, and returns whether this rank believes that rank to be dead.
+    :param dead: a function that returns whether this rank believes the rank in the argument to be dead.
     """
 
     def __init__(self, board: Board, size: int, dead: Callable[[int], bool]) -> None:

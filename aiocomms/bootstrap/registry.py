@@ -96,9 +96,9 @@ def _ask(otherwise: T, method: Callable[..., T], *args: Any) -> T:
 
 
 def available(device: torch.device) -> dict[str, str | None]:
-    """Return a mapping of all installed transports.
+    """Return a mapping from the name of each installed transport to None, or to a reason.
 
-    The value is the reason why a transport is unavailable for ``device``, or None if it is available.
+    The value is the reason why the transport is unavailable for ``device``, or None if the transport is available.
     """
     found = {name: find(name, device) for name in sorted(entries())}
     return {name: result if isinstance(result, str) else None for name, result in found.items()}
@@ -165,7 +165,7 @@ def choose_adopter(foreign: object, device: torch.device, options: Mapping[str, 
 def in_process() -> str:
     """Return the name of the preferred transport that can run all ranks as tasks of one process.
 
-    :raises UnsupportedOperation: no installed transport can do this.
+    :raises UnsupportedOperation: no installed transport can run all ranks in one process.
     """
     device = torch.device("cpu")
     found = ((name, find(name, device)) for name in entries())
@@ -186,8 +186,8 @@ async def open_transports(
 
     If one transport cannot be opened, close the transports that are already open.
 
-    :param open_one: a function that opens a transport. It gets the transport's class and the first family of ops that
-        the transport carries.
+    :param open_one: a function that opens a transport. Its arguments are the transport's class and the first family of
+        ops that the transport carries.
     :returns: the transports by family.
     :raises CommError: a transport cannot be opened, for example because the system has no more file descriptors.
     """
@@ -214,7 +214,7 @@ async def _open(name: str, opening: Awaitable[Transport]) -> Transport:
 async def close_transports(transports: Iterable[Transport]) -> None:
     """Close all transports, even if the closing of one transport raises or is cancelled.
 
-    A shield of anyio does not stop ``cancel()`` of asyncio.
+    A cancellation can come even within a shield of anyio, which does not stop asyncio's ``Task.cancel()``.
     """
     async with AsyncExitStack() as closing:
         for transport in transports:

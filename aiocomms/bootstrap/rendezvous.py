@@ -68,7 +68,7 @@ class StoreRendezvous(Board):
         self.timeout: float = FORMING if timeout == math.inf else timeout
         """The seconds within which the ranks must form the communicator.
 
-        Later, the default timeout of ops in seconds.
+        After the forming, the value is the default timeout of ops in seconds.
         """
         self._ends = clock.now() + self.timeout
         # This attribute holds the store at the bottom, because a PrefixStore holds no reference to a store in Python.
@@ -98,8 +98,8 @@ class StoreRendezvous(Board):
     def successor(self, root: Store, key: str, epoch: int, rank: int, size: int, timeout: float) -> StoreRendezvous:
         """Return the rendezvous of the communicator's next epoch.
 
-        :param key: a text that distinguishes the new rendezvous from all others. All ranks of the next epoch pass the
-            same text.
+        :param key: a text that distinguishes the new rendezvous from all other rendezvous. All ranks of the next epoch
+            pass the same text.
         """
         new = StoreRendezvous(
             PrefixStore(f"aiocomms/{self.base}/{key}", root), rank, size, name=f"{self.base}@{epoch}",
@@ -181,8 +181,7 @@ class StoreRendezvous(Board):
         """Run the steps of an exchange.
 
         This method never waits in the store, because a connection carries one call at a time. A wait in the store would
-        block other communicators that form over the same connection. It would block them even after this exchange has
-        been given up.
+        block other communicators that form over the same connection, even after this exchange has been given up.
         """
         for pause in self.steps(store, key, got):
             if given_up.wait(pause):

@@ -88,7 +88,7 @@ def connect_store(
     :param size: the number of ranks.
     :param agent_store: whether the launcher serves the store, so that rank 0 connects like the other ranks.
     :param elsewhere: whether ranks are on other hosts, which do not reach a loopback address.
-    :param timeout: the time limit for the connection in seconds, and afterwards the store's default timeout.
+    :param timeout: the time limit for the connection in seconds; also the default timeout of the store's calls.
     :returns: a store object that only the caller uses.
     :raises ArgumentError: the host does not resolve, is a wildcard address, is another machine, or is a loopback
         address although ranks are on other hosts. The same error is raised if the port is in use, or if other hosts
@@ -128,7 +128,7 @@ def _serve(target: _Target, *, elsewhere: bool) -> JobStore:
 def _served_here(target: _Target, addresses: list[_Address]) -> StoreServer | None:
     """Return this process's server at the target's address; None if there is no server.
 
-    If there is one, add one to the number of its users.
+    If a server is there, add one to the number of its users.
 
     :raises ArgumentError: this process serves the same port on another address.
     """
@@ -163,7 +163,7 @@ def _join(target: _Target, *, agent_store: bool) -> Store:
 def _agents_store(target: _Target, literal: str) -> TCPStore:
     """Open a TCPStore at an address that has answered.
 
-    Without this answer, torch prints a stack trace for each failed attempt.
+    If no server answered at the address, torch would print a stack trace for each failed attempt.
     """
     patience = timedelta(seconds=max(0.1, target.remaining()))
     with store_errors(f"{target} could not be opened", rank=target.rank):

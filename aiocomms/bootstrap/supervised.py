@@ -19,7 +19,7 @@ LINE: Final = "AIOCOMMS_SUPERVISOR"
 REPLACED, ENDS = "replaced", "ends"
 """The launcher's two announcements: another process replaces this process, or all ranks end."""
 RESTARTS: Final = "AIOCOMMS_RESTARTS"
-"""The environment variable with the number of earlier processes of this rank, since all ranks were started together."""
+"""The environment variable with this rank's number of restarts since the common start of all ranks."""
 
 _announced: set[str] = set()
 
