@@ -33,7 +33,7 @@ _lock = threading.Lock()
 
 
 async def loaded(name: str) -> None:
-    """Import a module, and the modules in ``_WITH``, in a thread. Do nothing if they are already imported.
+    """Import a module, and the modules in ``_WITH``, in a thread. Do nothing if all these modules are imported.
 
     This function ignores errors. The caller later imports the module itself, and then the import raises the error.
     """

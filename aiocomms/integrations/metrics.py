@@ -1,7 +1,7 @@
 """Metrics for exporters: durations of ops by op, transport and size, and the lateness of the event loop.
 
 This module uses only the public hooks and :meth:`Communicator.statistics`. An exporter for another monitoring system
-can use the same interfaces.
+can use these hooks and this method.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def instrumentable(comm: Any, also: str = "") -> None:
 
 
 def part_of(op: Op, lane: str = "") -> str:
-    """Return ``stream_`` if a stream called the op, ``service_`` if a service did, and "" if the program did."""
+    """Return a prefix for the op's name by its caller: ``stream_``, ``service_``, or "" for the program itself."""
     if getattr(op, "channel", USER) != USER:
         return "stream_"
     return "service_" if lane == SERVICE_LANE else ""
@@ -178,7 +178,7 @@ class Lateness:
     """
 
     def __init__(self) -> None:
-        """Measure the loop that runs on this thread. If no loop runs, the lateness stays unknown."""
+        """Measure the event loop that runs on this thread. If no loop runs, the lateness stays unknown."""
         self._loop: Loop | None = None
         try:
             self._loop = running_loop()
@@ -221,11 +221,11 @@ class Measured:
         self._comm = ref(comm)  # A strong reference would prevent the warning of a communicator left open.
         self._removed = False
         self.users: set[object] = set()
-        """The services that measure the communicator, and None if the program does."""
+        """The users of the measurement: services, and None, which stands for the program."""
         self.lost: Statistics | None = None
         """The communicator's statistics at the time of its loss; None if the communicator is not lost.
 
-        The statistics are kept here, because a lost communicator may be closed later.
+        The measurement stores the statistics, because the program may close the lost communicator.
         """
         self._hook = comm.register_abort_hook(self._lost)
         if comm.aborted:
@@ -245,7 +245,7 @@ class Measured:
         self.leave(None)
 
     def leave(self, user: object) -> None:
-        """End the measurement for one of its users. The measurement ends with its last user."""
+        """Remove one user of the measurement. The measurement ends when its last user is removed."""
         self.users.discard(user)
         if self.users:
             return
@@ -274,7 +274,10 @@ class MeasuredService:
         return None if service is None or service.closed or self._removed else service
 
     def remove(self) -> None:
-        """Stop measuring and showing the service, and its communicator unless the program measures that. Idempotent."""
+        """Stop measuring and showing the service. Idempotent.
+
+        If the program does not measure the service's communicator, also stop measuring and showing the communicator.
+        """
         self._removed = True
         self._hook.remove()
         if self._measured is not None:
@@ -302,7 +305,7 @@ class Shown:
     def add(self, comm: Instrumentable, user: object = None) -> Measured:
         """Measure a communicator, or return the existing measurement of the communicator or its portal.
 
-        :param user: the service whose communicator it is; None: the program.
+        :param user: the user of the measurement: a service; None: the program.
         """
         comm = getattr(comm, "_comm", comm)  # A portal has the hooks of its communicator.
         with self._lock:

@@ -37,7 +37,7 @@ class Server(uvicorn.Server):
         """Begin the shutdown. If the server has not completed its start, cancel the start.
 
         A SIGINT after an earlier signal ends the server at once. After its shutdown, uvicorn's own server sends the
-        same signal to its process again. This server does not send a signal.
+        received signal to its process again. This class sends no signal.
         """
         self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
         self.should_exit = True

@@ -1,4 +1,4 @@
-"""The background tasks of an object. They run until the object is closed."""
+"""The background tasks of an object, which run until the object is closed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Background:
     """A set of background tasks that are cancelled together."""
 
     def __init__(self, of: str) -> None:
-        """Start without tasks.
+        """Create an empty set of tasks.
 
         :param of: a phrase that describes the owner of the tasks. Reports of errors contain this phrase.
         """

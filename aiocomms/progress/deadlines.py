@@ -1,7 +1,7 @@
 """The watchdog: a thread that acts on the deadlines of pending ops, even while the event loop is busy.
 
 One thread per process sleeps until the earliest deadline. Most ops complete long before their deadlines, so an op costs
-only an insertion into a queue. The thread wakes before that time only if a new op has an earlier deadline.
+only an insertion into a queue. The thread wakes before that deadline only if a new op has an earlier one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aiocomms.lowlevel.threads import copied
 GRACE = 0.001
 """The time in seconds from a deadline to the wake-up of the thread.
 
-It ensures that the deadline has passed when the thread wakes.
+This delay ensures that the deadline has passed when the thread wakes.
 """
 
 
@@ -43,14 +43,14 @@ class Watched(Protocol):
     def calm(self, now: float) -> bool:
         """Return whether no deadline has passed and no rank is silent.
 
-        If the result is True, a call of :meth:`expire` would do nothing but ask the other ranks whether they are alive.
+        If the result is True, a call of :meth:`expire` would only ask the other ranks whether they are alive.
 
         :param now: the current time of the monotonic clock, in seconds.
         """
 
 
 class Watchdog:
-    """The thread that sleeps until the earliest deadline of all registered objects, and then calls their ``expire``."""
+    """The thread that sleeps until the earliest deadline of all registered objects, and then calls ``expire``."""
 
     wakes_at: float
 

@@ -34,7 +34,7 @@ _local = threading.local()
 def _drivers() -> dict[str, Any]:
     """Return the dictionary that contains the driver of the current loop.
 
-    It belongs to this thread, or to a simulated process.
+    Each thread, and each simulated process, has its own dictionary.
     """
     return _local.__dict__ if clock.simulation is None else clock.state()
 
@@ -156,7 +156,7 @@ class LoopDriver:
     def overdue(self) -> bool:
         """Return True if the event loop has had no turn for too long.
 
-        This can happen if all ops end within their calls.
+        The event loop gets no turn while all ops end within their calls.
         """
         now = clock.now()
         if self._asked is None:
@@ -185,8 +185,8 @@ class LoopDriver:
     def _call(self) -> None:
         """Make the calls in the queue.
 
-        The queue is empty if :meth:`block` has made the calls. It has several calls if a signal handler has interrupted
-        this method.
+        The queue is empty if :meth:`block` has made the calls. The queue has several calls if a signal handler has
+        interrupted this method.
         """
         for _ in range(len(self._calls)):
             fn, args = self._calls.popleft()
@@ -197,7 +197,7 @@ class LoopDriver:
                 fn(*args)
 
     def block(self, work: Waited, timeout: float | None) -> None:
-        """Wait for a work in synchronous code.
+        """Wait in synchronous code until a work has ended.
 
         :param timeout: the longest wait in seconds; None: no limit.
         :raises TimeoutError: the work was not done within ``timeout``.

@@ -1,4 +1,4 @@
-"""Guards around calls of methods of transports, and of async functions of the program. This code is outside the core.
+"""Guards around calls of foreign code: the methods of transports, and the program's async functions.
 
 An exception of a transport ends only the transport's communicator.
 

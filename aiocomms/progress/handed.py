@@ -3,9 +3,9 @@
 Such an object is informed if its task is cancelled before the first step of the task.
 
 A task runs a coroutine by ``send``. If the task is cancelled before its first step, the task calls ``throw``.
-``ensure_future`` wraps an awaitable without these methods into a coroutine. After such a cancellation, this coroutine
-never begins. So the awaitable would not be informed of the cancellation. For example, a receive would stay pending, and
-would take the next message.
+``ensure_future`` wraps an awaitable without these methods into a coroutine. If the task is cancelled before its first
+step, this coroutine never begins. So the awaitable would not be informed of the cancellation. For example, a receive
+would stay pending, and would take the next message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 T_co = TypeVar("T_co", covariant=True)
 
 Steps = dict[object, Generator[Any, Any, Any]]
-"""The generators of an awaitable. The key is the task, because several tasks may await the same awaitable."""
+"""A mapping from each task that awaits an awaitable to the generator that runs in this task."""
 
 
 class Handed(Generic[T_co]):

@@ -23,7 +23,7 @@ _FRESH: Final = 3
 class Heartbeat:
     """The heartbeat of one communicator.
 
-    It asks the other ranks for an answer, and measures the silence of each rank.
+    The heartbeat asks the other ranks for answers, and measures the silence of each rank.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Heartbeat:
         """Record the ranks that have sent nothing since the last call, and ask all ranks for another answer.
 
         If this rank itself was stopped or had no processor time, it has not yet read the answers that have arrived. So
-        silence during such a time does not count.
+        the heartbeat ignores the silence of other ranks during that time.
 
         :param now: the current time, from ``clock.now()``.
         """

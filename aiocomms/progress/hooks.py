@@ -30,7 +30,7 @@ class Hook(Handle):
 
 
 class Hooks(list[Hook]):
-    """The hooks for one kind of event. They are called in the order in which they were registered."""
+    """The hooks for one kind of event, which are called in the order of their registration."""
 
     def register(self, fn: Callable[..., object]) -> Hook:
         """Add a hook.

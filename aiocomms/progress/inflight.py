@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 _LOCATED: Final = ("in lane ", "in collective ")
 """The first words of error messages that already name the op on which the ranks disagree."""
 _POISONS: Final = (CommTimeoutError, MismatchError, PeerDiedError)
-"""The classes of errors that end the communicator when an op fails with them."""
+"""The classes of errors that end the communicator when an op fails with one of these errors."""
 AGAIN: Final = 5.0
 """The time in seconds after which the watchdog checks a work again, if the work is still pending after its deadline.
 
-A work stays pending for so long only if an exception of a signal handler has interrupted its end.
+A work stays pending after its deadline only if an exception of a signal handler has interrupted its end.
 """
 _RESIZED = (
     "the storage of a tensor was resized while the op had it: its result is lost, or went to memory that was freed"
@@ -71,12 +71,12 @@ class StartedWork(Work[T_co]):
     memory: UntypedStorage | list[tuple[UntypedStorage, int]] | None
     """The storage of a pending op's tensor, or several storages and their addresses.
 
-    The program may replace the storage of a tensor while the op is pending.
+    The reference keeps the storage alive, even if the program replaces the tensor's storage while the op is pending.
     """
     context: Context | None
     """The context of the call of a pending op.
 
-    Post-hooks are called in this context. None if there were no post-hooks.
+    Post-hooks are called in this context. The value is None if no post-hook was registered at the call.
     """
     _place: int
 
@@ -443,9 +443,9 @@ class InFlight:
         self._watchdog.unregister(self)
 
     async def unwatched(self) -> None:
-        """Wait for the end of those threads of the watchdog that must end.
+        """Wait until the watchdog's earlier threads, which have been told to end, have ended.
 
-        The wait takes time only if a deadline has just passed.
+        The wait takes time only if such a thread still acts on a deadline that has just passed.
         """
         for thread in self._watchdog.leaving:
             await run_in_thread(thread.join, anyhow=True)

@@ -25,7 +25,7 @@ _CALLBACKS, _READER = "<TrioToken.run_sync_soon task>", "aiocomms reader of "
 
 
 class Waiter(Protocol):
-    """A suspended task. It is represented by an asyncio future, or by an object with two methods of a future."""
+    """The object that represents a suspended task: an asyncio future, or an object with two methods of futures."""
 
     def done(self) -> bool:
         """Return whether the task was resumed or cancelled."""
@@ -37,7 +37,7 @@ class Waiter(Protocol):
 class Parkable(Protocol):
     """An object that a task can wait for.
 
-    When the object is ready, it sets the result of each waiter that is not done.
+    When the object is ready, the object sets the result of each waiter that is not done.
     """
 
     waiting: list[Waiter]

@@ -1,4 +1,4 @@
-"""The error for a forgotten ``await``. It is raised if a program uses a work as if the work were the op's result.
+"""The error for a forgotten ``await``: a program uses a work as if the work were the op's result.
 
 A method ``__getattr__`` could recognize any name, but it would make each attribute access of a work five times as slow.
 """
@@ -25,7 +25,7 @@ _OPERATORS: Final = frozenset(
 
 
 RESULTS: Final = frozenset(name for name in (*dir(Tensor), *dir(dict)) if not name.startswith("_"))
-"""The public attributes of tensors and dictionaries, which are the most frequent results."""
+"""The public attributes of tensors and dictionaries. Results of ops mostly have one of these types."""
 
 
 class _Attribute:
@@ -61,7 +61,8 @@ def _torch_function(
 def refuse_as_result(cls: type) -> None:
     """Make the works of a class refuse the operations that only results have.
 
-    Type checkers also report these operations as errors, because they do not see the methods that this function adds.
+    Type checkers also report these operations as errors, because type checkers do not see the methods that this
+    function adds.
     """
     for name in RESULTS:
         if not hasattr(cls, name):

@@ -22,9 +22,9 @@ T_co = TypeVar("T_co", covariant=True)
 PENDING, DONE, ABANDONED = range(3)
 """The states of a work. An abandoned work has ended before its transport reported the end of the op."""
 FIELDS_BELOW: Final[tuple[str, ...]] = ()
-"""The slots of a base class of works. A base class has no slots.
+"""The slots of a base class of works: none.
 
-The subclasses define the fields. They are written in Python or in native code.
+Each subclass, in Python or in native code, defines the fields itself.
 """
 
 
@@ -35,9 +35,10 @@ class Owner(Protocol):
     name: str
     rank: int
     failures: dict[tuple[str, int | None], int]
-    """The number of works that failed, were abandoned, or were withdrawn.
+    """A mapping from a kind of error to the number of works that ended with such an error.
 
-    The key is the error's class and the rank in the error.
+    The key is a pair: the name of the error's class, and the rank in the error. The numbers include abandoned and
+    withdrawn works.
     """
 
     worded: Callable[[CommError], CommError]
@@ -80,7 +81,7 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
     A work has those methods of :class:`asyncio.Future` that are useful for an op. A program can wrap a work in a task.
     If an ``await`` is cancelled, only this await ends. If the last ``await`` of a receive is cancelled before a message
     has matched the receive, the receive is withdrawn. The receive is also withdrawn if the cancelled task had not yet
-    begun to await it.
+    begun to await the receive.
     """
 
     __slots__ = FIELDS_BELOW

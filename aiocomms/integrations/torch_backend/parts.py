@@ -1,4 +1,4 @@
-"""The parts of a group's work. The last part may be a step, which runs when the other parts have ended."""
+"""The parts of a work of a process group. The last part may be a step, which runs when the other parts have ended."""
 
 from __future__ import annotations
 
