@@ -71,7 +71,7 @@ class PointToPoint(Issuer):
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout. If
             no message has arrived at the deadline, only the receive fails, and the communicator stays usable.
         :returns: the work; its result is ``tensor``.
-        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises ArgumentError: an argument is wrong; the receive was not started.
         """
         return self._issue(ops.Recv(tensor, src, tag), hints, timeout)
 
@@ -96,7 +96,7 @@ class PointToPoint(Issuer):
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: see :meth:`recv`.
         :returns: the work; its result is the sender's rank.
-        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises ArgumentError: an argument is wrong; the receive was not started.
         :raises UnsupportedOperation: the transport cannot probe for messages.
         """
         return self._issue(ops.RecvAny(tensor, sources_of(src, self, self.device), tag), hints, timeout)
@@ -121,7 +121,7 @@ class PointToPoint(Issuer):
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: see :meth:`recv`.
         :returns: the work; its result is the sender's rank and the tensor.
-        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises ArgumentError: an argument is wrong; the receive was not started.
         :raises UnsupportedOperation: the transport cannot probe for messages.
         """
         return self._issue(ops.RecvMessage(sources_of(src, self, self.device), tag, into), hints, timeout)
@@ -188,8 +188,8 @@ class Batch(Handle):
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: one work for the whole batch. The work's result is the list of the tensors, in the order in which
             they were added.
-        :raises ArgumentError: the batch is empty, or two messages share memory and one of them writes this memory;
-            nothing was sent.
+        :raises ArgumentError: the batch is empty, or a receive of the batch shares memory with another message; nothing
+            was started.
         """
         if not self._parts:
             raise ArgumentError("the batch is empty, wanted at least one send or recv", op="batch")

@@ -64,7 +64,7 @@ class Cuda(Protocol):
         """Return this thread's current stream."""
 
     def current_handle(self) -> int:
-        """Return the ``cudaStream_t`` of this thread's current stream. This is faster than :meth:`current_stream`."""
+        """Return the ``cudaStream_t`` of this thread's current stream, faster than :meth:`current_stream`."""
 
     def copy(self, stream: Stream, to: int, source: int, nbytes: int) -> None:
         """Enqueue a copy of ``nbytes`` bytes between two addresses of the device, on a stream."""
@@ -180,7 +180,7 @@ class TorchCuda:
 
 
 def no_gpu(device: torch.device) -> str | None:
-    """Return why torch cannot use the GPU ``device``, or None if it can."""
+    """Return why torch cannot use the GPU ``device``, or None if torch can use it."""
     if torch.version.cuda is None:
         return "this torch was built without CUDA: install a CUDA build of torch, which plain `torch` on PyPI is"
     if not torch.cuda.is_available():

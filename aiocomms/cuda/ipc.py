@@ -1,8 +1,8 @@
 """GPU memory that other processes of the host map through CUDA IPC.
 
 torch counts the processes that have mapped an allocation, and keeps the allocation until the count is zero. When CUDA
-maps or unmaps memory for torch, torch's call holds the GIL for milliseconds. So this module makes a second mapping
-without the GIL before torch maps the memory. The module removes this mapping after torch has unmapped the memory. CUDA
+maps or unmaps memory for torch, torch's call holds the GIL for milliseconds. So this module makes its own mapping,
+without the GIL, before torch maps the memory. The module removes its mapping after torch has unmapped the memory. CUDA
 counts the mappings of a process, so torch's calls only change the count.
 """
 
@@ -42,10 +42,11 @@ class TorchMapped:
     """The implementation of :class:`Mapped` with torch."""
 
     def __init__(self, storage: UntypedStorage, index: int, base: int | None) -> None:
-        """Store memory that is already mapped, until :meth:`release` unmaps it.
+        """Wrap memory that is already mapped. The method :meth:`release` unmaps the memory.
 
         :param index: the number of the memory's GPU in this process.
-        :param base: the address of the additional mapping, see :func:`runtime.map_handle`; None if there is none.
+        :param base: the address of the additional mapping, see :func:`runtime.map_handle`; None if there is no
+            additional mapping.
         """
         self.storage = storage
         self._index, self._base = index, base
@@ -128,7 +129,7 @@ def _plain(handle: bytes) -> bytes | None:
 
 @contextlib.contextmanager
 def aside(index: int) -> Iterator[None]:
-    """Make an idle stream current. torch's IPC calls record events, wait for events, and wait for this stream."""
+    """Make an idle stream current, because torch's IPC calls use events, and wait for the current stream."""
     with torch.cuda.device(index), torch.cuda.stream(_nothing(index)):
         yield
 

@@ -1,4 +1,4 @@
-"""Marks in CUDA streams. The event loop's thread begins an op after the mark in the stream of the calling thread.
+"""Marks in CUDA streams: the position in the caller's stream after which an op's work on the GPU begins.
 
 An op waits for all work that was in the caller's stream at the call, and for no later work. So the call records an
 event. The event loop's thread then begins the op with another current stream, the *shadow* of the caller's stream. The

@@ -135,7 +135,7 @@ class RuntimeEvent(torch.cuda.Event):
     def synchronize(self) -> None:
         """Sleep until the event has fired.
 
-        torch's own method reacquires the GIL in a C++ destructor. This kills the process during the interpreter's
-        finalization.
+        torch's own method reacquires the GIL in a C++ destructor. A thread that does so during the interpreter's
+        finalization kills the process.
         """
         check(library().cudaEventSynchronize(ctypes.c_void_p(self.cuda_event)), "waiting for an event")

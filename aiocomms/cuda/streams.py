@@ -1,8 +1,9 @@
 """CUDA streams and events on the event loop: queues of awaited events.
 
-This module depends on CUDA, but on no transport. A transport for GPU memory orders its ops with events. When an event
-has fired, this module calls the transport on the event loop's thread. In its next cycles, the event loop queries the
-event. If the event has not fired by then, a thread sleeps until the event fires. The thread sleeps without the GIL.
+This module depends on CUDA, but on no transport. A transport for GPU memory orders its ops with events. After an event
+is recorded, the event loop queries the event in its next cycles. When the event has fired, this module calls the
+transport on the event loop's thread. If the event has not fired by then, a thread sleeps until the event fires. The
+thread sleeps without the GIL.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Completions:
             0, threads sleep after each poll. So an event loop that polls only after a wake-up misses no event.
         :param transport: the transport whose ``progress`` calls :meth:`poll`. The event loop calls ``progress`` after
             each op that a communicator posts. With this argument, the event loop also calls ``progress`` after each
-            :meth:`add`, for example by another communicator.
+            call of :meth:`add`, even if no op was posted.
         """
         self.parked: bool = False
         """True while threads sleep on the remaining events."""
@@ -195,7 +196,7 @@ class _Sleeper:
 
 
 class recorded:  # noqa: N801 - the name reads well in ``await recorded(stream)``
-    """Await all work that was enqueued on a CUDA stream so far. After ``graph.replay()``, this awaits the replay.
+    """Await all work that was enqueued on a CUDA stream so far. After ``graph.replay()``, the call awaits the replay.
 
     The call records an event. ``await`` returns when the event has fired, and uses no CPU while it waits. Cancellation
     of the ``await`` does not affect the stream.

@@ -154,7 +154,7 @@ def _is_quiet(frame: FrameType | None, target: object) -> bool:
 
     Code of the modules ``socket`` and ``threading`` is also allowed.
 
-    :param target: if the thread is a timer, the function that the timer calls later.
+    :param target: the function that the thread will call, if the thread is a timer.
     """
     modules = {getattr(target, "__module__", None)} - {None}
     while frame is not None:

@@ -8,9 +8,9 @@ The tests need only the transport's name.
 
 Each check is a coroutine function that every rank runs. A check runs with the numbers of ranks that can change its
 result. The ranks share one process if the transport supports this
-(:attr:`~aiocomms.transport.Capabilities.in_process`). If the transport does not, or if its name ends in ``@processes``,
-each rank is a separate process. If a check needs a known order of events, the ranks send notes to each other. The notes
-do not use the transport that is tested (:meth:`~aiocomms.testing.conformance.case.Case.tell`).
+(:attr:`~aiocomms.transport.Capabilities.in_process`). If the transport does not support one process, or if its name
+ends in ``@processes``, each rank is a separate process. If a check needs a known order of events, the ranks send notes
+to each other. The notes do not use the transport that is tested (:meth:`~aiocomms.testing.conformance.case.Case.tell`).
 
 By default, a check runs only on those transports and loops on which it can find a fault. The marks of a check select
 these transports and loops. With ``--full``, each check runs on all transports and loops:

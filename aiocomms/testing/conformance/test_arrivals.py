@@ -19,7 +19,8 @@ SHAPE = (6,)
 SIZES = (0, 5, 40_009)
 """Numbers of elements of messages.
 
-The two smaller messages are sent before the receive, and the largest message waits for the receive.
+A transport may send the data of the two smaller messages at once, and the data of the largest message after the
+receive.
 """
 ROUNDS = 4
 

@@ -59,7 +59,7 @@ async def test_peer_close_ends_the_connection_on_both_sides(comm: Communicator, 
 
 @ranks(2)
 async def test_connections_that_are_never_accepted_release_their_resources(comm: Communicator, case: Case) -> None:
-    """An endpoint keeps only a few connections that the program never accepts, and releases the others."""
+    """An endpoint keeps only a few of the connections that the program never accepts, and releases the rest."""
     async with connected(comm, case) as (here, peer):
         for _ in range(25):
             async with open_endpoint(case.place.transport, case.place.device, timeout=case.place.deadline) as other:

@@ -1,4 +1,4 @@
-"""Lanes: collectives and messages of the same key match each other, even if ranks call lanes in different orders."""
+"""Lanes: collectives and messages match by the lane's key, even if the ranks use the lanes in different orders."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Setting(NamedTuple):
     root: int
     op: ReduceOp
     key: object
-    """The key of the trial's data, which differs from trial to trial."""
+    """The key from which the trial's random data is computed. Each trial has its own key."""
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}, root {self.root}, {self.op}, {self.key}"
@@ -77,13 +77,13 @@ REDUCING: dict[str, Start] = {}
 
 
 def moving(start: Start) -> Start:
-    """Register the function that starts a trial. The key is the name of its operation."""
+    """Register a function that starts a trial, under the function's name: the name of an operation."""
     MOVING[start.__name__] = start
     return start
 
 
 def reducing(start: Start) -> Start:
-    """Register the function that starts a trial. The key is the name of its operation."""
+    """Register a function that starts a trial, under the function's name: the name of an operation."""
     REDUCING[start.__name__] = start
     return start
 
@@ -95,7 +95,7 @@ def ragged(shape: Shape, *which: int) -> Shape:
 
 
 def rows(shape: Shape) -> Shape:
-    """Return the shape with at least one dimension."""
+    """Return the shape itself, or a shape of one element if the shape has no dimensions."""
     return shape or (1,)
 
 

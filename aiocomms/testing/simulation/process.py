@@ -40,7 +40,7 @@ class SimulatedWatchdog(deadlines.Watchdog):
     def leaving(self) -> list[Any]:
         """The list of threads that are ending.
 
-        The list is always empty, because the watchdog's thread ends with each call.
+        The list is always empty, because a thread of this watchdog ends as soon as it has checked the deadlines.
         """
         return []
 
