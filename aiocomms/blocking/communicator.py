@@ -32,7 +32,7 @@ class Communicator(Portal):
 
         Idempotent: a second caller waits until the first call has ended. Pending ops have up to 5 seconds to end.
 
-        :raises RuntimeError: the caller is on the loop's own thread, for example in a hook.
+        :raises RuntimeError: the caller runs on the event loop's thread, for example in a hook.
         :raises CommError: a transport failed to close. The call has released all other resources.
         """
         with self._use.ending(self._door):

@@ -78,7 +78,7 @@ class Endpoint(Handle):
 
     @property
     def peers(self) -> Sequence[BlockingPeer]:
-        """The connected endpoints. The sequence is empty after this endpoint has been closed."""
+        """The connections to other endpoints; an empty sequence after this endpoint has been closed."""
 
         async def views() -> Sequence[BlockingPeer]:
             return [self._view(peer) for peer in self._endpoint.peers]
@@ -104,7 +104,8 @@ class Endpoint(Handle):
         """Wait for the next endpoint that connects to this one; see :meth:`aiocomms.Endpoint.accept`.
 
         :param timeout: the seconds to wait; None means no limit.
-        :raises TimeoutError: no endpoint connected in time. If an endpoint connects later, the next call returns it.
+        :raises TimeoutError: no endpoint connected in time. If an endpoint connects after that, the next call returns
+            its connection.
         """
 
         async def view() -> BlockingPeer:
@@ -128,7 +129,7 @@ class Endpoint(Handle):
 
         Idempotent: a second caller waits until the first call has ended.
 
-        :raises RuntimeError: the caller is on the loop's own thread.
+        :raises RuntimeError: the caller runs on the event loop's thread.
         """
         self.__exit__(None, None, None)
 

@@ -109,7 +109,7 @@ class Use:
         A second caller waits until the first caller's body has ended.
 
         :param door: the queue of calls to the communicator or endpoint that the body closes; see :class:`Door`.
-        :raises RuntimeError: the caller is on the loop's own thread.
+        :raises RuntimeError: the caller runs on the event loop's thread.
         """
         # A forked child may lack the thread that would give the lock back.
         if self.thread is None or not self.thread.alive:

@@ -16,9 +16,9 @@ from aiocomms.lowlevel.auth import Seal
 from aiocomms.lowlevel.stores import store_errors
 
 ANYBODY: Final = -1
-"""The number that stands for the signer in records on which all ranks agree.
+"""The number that decisions of all ranks have instead of a signer's rank.
 
-Every other record has the number of the rank that signed it.
+Every record that is not a decision has the rank that signed it.
 """
 
 

@@ -4,8 +4,8 @@ The store and its notices may be older than this run of the job. A waiting rank 
 
 * notices that are written while it waits;
 * notices that a process on the same host wrote earlier, if that process failed after this rank's process was started.
-  After the first meeting of its process with other ranks, the rank no longer believes earlier notices. The rank ignores
-  earlier notices from other hosts, because the clocks of two hosts cannot be compared.
+  Once the rank's process has met other ranks, the rank no longer believes earlier notices. The rank ignores earlier
+  notices from other hosts, because the clocks of two hosts cannot be compared.
 
 A process that replaces a failed rank withdraws the failed rank's notice. So a rank believes only notices of its own run
 of the job.
@@ -42,9 +42,9 @@ PATIENCE: Final = 1.0
 A waiting rank reads the notices at this interval, or less often if there are many ranks.
 """
 _STAYS: Final = 2
-"""The number of intervals between readings for which rank 0 waits after it finds a notice.
+"""The number of reading intervals for which rank 0 still waits after it has found a notice.
 
-Rank 0 may serve the store, from which the other ranks must also read the notice.
+Rank 0 may serve the store. It waits so that the other ranks can read the notice, too, before the store ends.
 """
 _LOOKS: Final = 1000
 """The largest number of times per second that all ranks of a communicator together read the notices."""

@@ -21,13 +21,13 @@ MARKS: Final = {
     "MPICH": "PMI_RANK",
     "Slurm": "SLURM_PROCID",
 }
-"""The environment variables that contain a process's rank, by the launcher that sets them."""
+"""A mapping from each launcher to the environment variable in which it stores a process's rank."""
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 class _Start:
-    """The state of this process: whether it has met the other ranks."""
+    """The state of this process: whether the process has met the other ranks."""
 
     has_met = False
 
@@ -46,7 +46,7 @@ def meets() -> None:
 
 
 def watch() -> None:
-    """Install the hook that reports to the other ranks if an exception ends this process."""
+    """Install the hook that reports to the other ranks an exception which ends this process."""
     sys.excepthook = _telling(sys.excepthook, os.getpid())
 
 

@@ -6,8 +6,8 @@ whose key contains such a name is newer than the name. So the writer of this rec
 rank that has the name. Ranks meet thus:
 
 1. Rank 0 writes its name. Each rank that reads the name adds its own name to a list under rank 0's name.
-2. When the list has a name of every rank, rank 0 signs these names. A rank that finds its name among them has met the
-   others.
+2. When the list has a name of every rank, rank 0 signs these names. A rank that finds its own name among the signed
+   names has met the other ranks.
 
 If rank 0 is gone, the list has no effect, because no rank signs it. A rank that waits long *calls the roll*: it asks
 every rank to answer. A rank that answers this call is present, even if rank 0 is not present. Ranks ignore the keys of
@@ -90,7 +90,7 @@ class Arrival:
     def meet(self, given_up: clock.ThreadEvent, seconds: float = math.inf) -> str:
         """Wait until rank 0 has seen all ranks, or until ``given_up`` is set.
 
-        :param seconds: the time after which ``given_up`` will be set.
+        :param seconds: the seconds after which the caller will set ``given_up``.
         :returns: a text that all ranks of this meeting get, and that no other meeting at this store gets; an empty text
             if ``given_up`` was set.
         :raises ArgumentError: another process has arrived as this rank.

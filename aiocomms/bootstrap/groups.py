@@ -23,7 +23,7 @@ from aiocomms.ops import Family
 from aiocomms.transport import Transport
 
 _FORMED: Final = "formed"
-"""The key under which a member reports that it has formed the group, before it arrives to form the next group."""
+"""The key under which a member reports that it has formed the group, before it begins to form the group again."""
 
 
 class Formed(NamedTuple):

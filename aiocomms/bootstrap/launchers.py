@@ -262,7 +262,7 @@ def _read_mpich(env: Mapping[str, str]) -> Launch:
 
 
 def _starter(mark: str) -> str | None:
-    """Return the pid and start time of the process that started all ranks of this host; None if it cannot be found.
+    """Return the pid and start time of the process that started all ranks of this host; None if it is unknown.
 
     That process is the nearest ancestor of this process without the variable that marks a rank. Between that process
     and a rank there may be a shell, or a tool that binds the rank to its cores.

@@ -116,7 +116,7 @@ async def join(
 
     Retry a failed attempt as long as there is time.
 
-    :param newcomer: the rendezvous with this process's rank, the size, and the time to wait.
+    :param newcomer: the rendezvous of this process, which contains its rank, the size, and the time to wait.
     :param form: a function that opens the transports of an epoch.
     :returns: the rendezvous of the new epoch, and its transports.
     :raises CommTimeoutError: no rank invited this process.

@@ -89,7 +89,7 @@ class Notes:
         """
         self.transports = transports
         self.places: dict[int, bytes] = {}
-        """The places at which the survivors meet: for each rank, the place that this rank has named."""
+        """A mapping from a rank to the meeting place of the survivors that the rank has named."""
         self.tried: set[str] = set()
         """The keys of the decisions that this rank has tried to carry out, with or without success."""
         self.on_word: Callable[[int, Question | Answer], object] = lambda rank, word: None

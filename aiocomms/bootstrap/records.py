@@ -22,7 +22,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 _FEW: Final = 32
 """The largest number of ranks for which a waiting rank reads the store often.
 
-A pause is then about a fourth of the time that the rank has waited.
+Among so few ranks, a pause is about a fourth of the time that the rank has waited.
 """
 _LOOKS: Final = 8000
 """The number of times per second that all waiting ranks of a communicator together read from their store."""
@@ -66,7 +66,7 @@ def listed(data: bytes, size: int, where: str) -> dict[int, list[bytes]]:
     """Return the unverified records of a list, grouped by rank. Each group keeps the order of the list.
 
     :param data: the value of the list.
-    :param size: the number of ranks. Records of higher ranks are left out.
+    :param size: the number of ranks. Records of ranks that are not below ``size`` are left out.
     :raises ProtocolError: ``data`` is no list of records.
     """
     records: dict[int, list[bytes]] = {}

@@ -77,7 +77,7 @@ class Decision(msgspec.Struct, array_like=True):
     def members(self) -> list[int]:
         """The ranks in the old communicator, in the order of the new ranks.
 
-        For a newcomer this is the rank whose place the newcomer takes.
+        The entry for a newcomer is the rank whose place the newcomer takes.
         """
         return [self.old.get(rank, rank) for rank in range(self.size)]
 
@@ -137,7 +137,7 @@ class Recovery:
         self._closed = {rank for rank in range(self._old.size) if line is not None and line.gone(rank)}
         """The ranks that closed the communicator before the recovery.
 
-        These ranks have not died, because the death of a rank makes the communicator lost.
+        These ranks have not died: the death of a rank would have made the communicator lost.
         """
         self._cut = False  # True if this rank may be cut off from ranks on other hosts.
         self._failed = ""
@@ -237,8 +237,8 @@ class Recovery:
         """Return whether an absent rank is dead for certain.
 
         :param lesser: whether fewer than half of the ranks are present. The absent ranks may be alive, but cut off from
-            the store. Then they continue with a new store. So the smaller part of the ranks waits for the absent ranks
-            at the old store.
+            the store. In that case, the absent ranks continue with a new store. So the smaller part of the ranks waits
+            for the absent ranks at the old store.
         """
         line = self._meeting.line
         far = lesser and line is not None and line.far(rank)
@@ -407,11 +407,11 @@ class Presence:
     def __init__(self, board: Board, size: int, dead: Callable[[int], bool]) -> None:
         self._board, self._size, self._dead = board, size, dead
         self._said: dict[int, bytes] = {}
-        """The report that each rank had left when this rank first believed that rank to be dead."""
+        """A mapping from a rank to its report in the store, when this rank first believed that rank to be dead."""
         self._times, self._last = 0, -math.inf
 
     def look(self, came: set[int]) -> None:
-        """Report that this rank is present, even if it withdrew earlier, and add the present ranks to ``came``."""
+        """Report that this rank is present, even after :meth:`withdraw`, and add the present ranks to ``came``."""
         rank, now = self._board.rank, clock.now()
         if now - self._last >= _AGAIN or self._board.told("came", rank) == _GONE:
             self._times, self._last = self._times + 1, now

@@ -253,7 +253,7 @@ def _all_of(name: str, device: torch.device) -> dict[ops.Family, tuple[str, type
 
 
 def _carries(cls: type[Transport], family: ops.Family) -> bool:
-    """Return whether a transport's class carries a family of ops, natively or with its sends and receives."""
+    """Return whether a transport's class carries a family of ops, natively or by sends and receives."""
     own = cls.capabilities.ops
     return bool(own & FAMILIES[family]) or (family == "collectives" and ops.Send in own)
 

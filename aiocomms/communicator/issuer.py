@@ -45,7 +45,7 @@ class Inside(checks.CheckedComm, Protocol):
 
 
 class Issuer(Handle, ABC):
-    """The part of a communicator that method classes such as ``PointToPoint`` use."""
+    """The base class of method classes such as ``PointToPoint``, with the methods that start an op."""
 
     name: str
     rank: int

@@ -1,4 +1,4 @@
-"""Marks in CUDA streams: the position in the caller's stream after which an op's work on the GPU begins.
+"""Marks in CUDA streams. An op's work on the GPU begins after the mark in the caller's stream.
 
 An op waits for all work that was in the caller's stream at the call, and for no later work. So the call records an
 event. The event loop's thread then begins the op with another current stream, the *shadow* of the caller's stream. The

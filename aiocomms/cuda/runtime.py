@@ -135,7 +135,7 @@ class RuntimeEvent(torch.cuda.Event):
     def synchronize(self) -> None:
         """Sleep until the event has fired.
 
-        torch's own method reacquires the GIL in a C++ destructor. A thread that does so during the interpreter's
-        finalization kills the process.
+        torch's own method reacquires the GIL in a C++ destructor. During the interpreter's finalization, this
+        reacquisition kills the process.
         """
         check(library().cudaEventSynchronize(ctypes.c_void_p(self.cuda_event)), "waiting for an event")

@@ -2,8 +2,8 @@
 
 This module depends on CUDA, but on no transport. A transport for GPU memory orders its ops with events. After an event
 is recorded, the event loop queries the event in its next cycles. When the event has fired, this module calls the
-transport on the event loop's thread. If the event has not fired by then, a thread sleeps until the event fires. The
-thread sleeps without the GIL.
+transport on the event loop's thread. If the event has not fired after these cycles, a thread sleeps until the event
+fires. The thread sleeps without the GIL.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from aiocomms.serving.plans import SERVICE_LANE
 _SIZES: Final = ((0, "0"), (10, "<1KiB"), (14, "<16KiB"), (18, "<256KiB"), (22, "<4MiB"), (26, "<64MiB"))
 LARGEST: Final = ">=64MiB"
 SIZES: Final = tuple(next((name for most, name in _SIZES if bits <= most), LARGEST) for bits in range(65))
-"""The names of the size classes. The index is the bit length of a size in bytes, for example 11 for 1024 bytes."""
+"""The names of the size classes. A name's index is the bit length of a size in bytes, for example 11 for 1024 bytes."""
 
 
 class Instrumentable(Protocol):

@@ -1,7 +1,7 @@
 """The watchdog: a thread that acts on the deadlines of pending ops, even while the event loop is busy.
 
 One thread per process sleeps until the earliest deadline. Most ops complete long before their deadlines, so an op costs
-only an insertion into a queue. The thread wakes before that deadline only if a new op has an earlier one.
+only an insertion into a queue. The thread wakes before that deadline only if a new op has an earlier deadline.
 """
 
 from __future__ import annotations

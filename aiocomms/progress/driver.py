@@ -40,7 +40,7 @@ def _drivers() -> dict[str, Any]:
 
 
 class Served(Protocol):
-    """The part of a transport that a driver needs."""
+    """The attributes and methods of a transport that a driver uses."""
 
     capabilities: Capabilities
 
@@ -347,7 +347,7 @@ class Promise:
 class Bell:
     """An event that can happen several times.
 
-    Each time, all waiting tasks wake. Each task then checks again whether its own condition is true.
+    Each time the event happens, all waiting tasks wake. Each task then checks again whether its own condition is true.
     """
 
     __slots__ = ("_driver", "_waiters", "ring")

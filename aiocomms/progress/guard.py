@@ -5,8 +5,7 @@ An exception of a transport ends only the transport's communicator.
 Only ``open``, ``split``, ``post`` and ``wait_stream`` of a transport may raise. If another method raises an exception,
 the transport's state is unknown. The communicator is then lost, with an error that names the transport.
 
-If a function of the program raises an exception of any class, that function has failed, except if the exception ends
-the task.
+A function of the program has failed if it raises an exception of any class, unless the exception ends the task.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class StartedWork(Work[T_co]):
     fault: CommError | None
     """The error with which the transport failed the op.
 
-    It is None if the op has not failed, or if the work was abandoned or withdrawn.
+    The value is None if the op has not failed, or if the work was abandoned or withdrawn.
     """
     queue: Any
     """The queue that holds the work while it is pending; see :class:`InFlight`."""
@@ -296,7 +296,7 @@ class Flying(NamedTuple):
     waiters: list[Waiter]
     """The suspended tasks that await the work.
 
-    If the work is a step of a larger operation, these are the tasks that await that operation.
+    If the work is a step of a larger operation, the value contains the tasks that await the larger operation.
     """
     of: str = ""
     """The part of this library that has called the op, such as a stream; empty if the program has called the op."""
@@ -463,7 +463,8 @@ class InFlight:
     def expire(self, now: float) -> float:
         """See :class:`Watched`.
 
-        This method iterates over copies of the queues, because the loop's thread may change them meanwhile.
+        This method iterates over copies of the queues, because the loop's thread may change the queues during the
+        iteration.
         """
         earliest = float("inf")
         if self:

@@ -162,7 +162,10 @@ class AsyncioLoop(Loop):
             self._loop.remove_reader(fd)
 
     def tasks_of(self, waiters: Collection[Waiter]) -> dict[Waiter, tuple[str, object]]:
-        """See :meth:`Loop.tasks_of`. An asyncio task has a reference to its future; the future has none to the task."""
+        """See :meth:`Loop.tasks_of`.
+
+        An asyncio task has a reference to its future, but the future has no reference to the task.
+        """
         if not waiters:
             return {}
         found = {getattr(task, "_fut_waiter", None): task for task in self._all_tasks(self._loop)}
@@ -189,7 +192,7 @@ class _TrioTask:
         self._resumed = False
 
     def done(self) -> bool:
-        """See :meth:`Waiter.done`. A cancelled task is already detached."""
+        """See :meth:`Waiter.done`. The waiter of a cancelled task has already been detached."""
         return self._resumed
 
     def set_result(self, _: None) -> None:

@@ -69,7 +69,7 @@ class Owner(Protocol):
     def lost(self) -> bool:
         """True after a failure has ended the communicator.
 
-        After that the communicator ends its works, and ignores reports of its transports.
+        After this failure, the communicator ends its works, and ignores reports of its transports.
         """
 
 

@@ -42,7 +42,7 @@ class Tasks(World):
         anyio.run(anyio.lowlevel.checkpoint, backend=backend, backend_options=options)
 
     def close(self) -> None:
-        """See :meth:`World.close`. Changed random data is an error."""
+        """See :meth:`World.close`. Raise an error if a check has changed the shared random data."""
         self._thread.end()
         data.verify()
 

@@ -74,7 +74,7 @@ async def test_connections_that_are_never_accepted_release_their_resources(comm:
 @pytest.mark.memory
 @ranks(2)
 async def test_abort_of_a_peer_ends_only_its_connection(comm: Communicator, case: Case) -> None:
-    """The hooks of the connection run, and its ops fail on both sides. The endpoint's other connection stays usable."""
+    """The connection's hooks run, and its ops fail on both sides. The endpoint's other connection stays usable."""
     async with connected(comm, case) as (here, peer):
         transport, device = case.place.transport, case.place.device
         async with open_endpoint(transport, device, timeout=case.place.deadline) as second:

@@ -46,7 +46,7 @@ class Trial:
         return self
 
     def keeps(self, *slots: data.Slot) -> Trial:
-        """Declare that the operation must not change some tensors."""
+        """Declare that the operation must not change the given tensors."""
         self._untouched.extend(slots)
         return self
 
