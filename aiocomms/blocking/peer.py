@@ -31,8 +31,8 @@ class BlockingPeer(Handle):
 
     Any thread except the event loop's thread may use the object.
 
-    Each method has the arguments, the result and the errors of the method of the same name of :class:`aiocomms.Peer`.
-    If that method returns a :class:`~aiocomms.Work`, the method here returns a :class:`~aiocomms.BlockingWork`. If that
+    Each method has the arguments, the result and the errors of the :class:`aiocomms.Peer` method with the same name. If
+    that method returns a :class:`~aiocomms.Work`, the method here returns a :class:`~aiocomms.BlockingWork`. If that
     method is a coroutine function, the method here blocks.
     """
 

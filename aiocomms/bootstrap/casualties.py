@@ -44,7 +44,7 @@ A waiting rank reads the notices at this interval, or less often if there are ma
 _STAYS: Final = 2
 """The number of reading intervals for which rank 0 still waits after it has found a notice.
 
-Rank 0 may serve the store. It waits so that the other ranks can read the notice, too, before the store ends.
+Rank 0 may serve the store, and waits so that the other ranks can read the notice before the store ends.
 """
 _LOOKS: Final = 1000
 """The largest number of times per second that all ranks of a communicator together read the notices."""

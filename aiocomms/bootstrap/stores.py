@@ -79,8 +79,8 @@ def connect_store(
     """Serve the job's store if this is rank 0. Otherwise wait until the store is served, and connect to it.
 
     Rank 0 listens on the address of ``host`` only, never on every interface, and accepts ranks of this job only. A
-    second call of rank 0 in one process uses the server of the first call. The server lives as long as one of the
-    returned stores.
+    second call of rank 0 in one process uses the server of the first call. The server lives until the last returned
+    store object is gone.
 
     :param host: a name or an IPv4 or IPv6 address of rank 0's machine.
     :param port: the TCP port of the store, 1 to 65535.

@@ -2,9 +2,9 @@
 
 The rank also reports that it leaves. Then another process replaces the process of this rank. The launcher gives a
 socket to each process that it starts. An environment variable contains the socket's descriptor and the pid of the
-process, so a child or a fork of a rank reports nothing. Before the launcher replaces a process or ends all ranks, it
-announces the replacement or the end on the line. This module imports only the standard library. In a process of another
-launcher, this module only reads one environment variable.
+process. A child or a fork of a rank has another pid, so it reports nothing. Before the launcher replaces a process or
+ends all ranks, it announces the replacement or the end on the line. This module imports only the standard library. In a
+process of another launcher, this module only reads one environment variable.
 """
 
 from __future__ import annotations

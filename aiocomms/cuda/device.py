@@ -91,7 +91,7 @@ class Cuda(Protocol):
         """Return a record with which one other process can map memory; None for memory that CUDA cannot share."""
 
     def map(self, shared: Shared) -> Mapped | None:
-        """Map another process's memory. The call blocks, so do not call this on the event loop.
+        """Map another process's memory. The call blocks, so do not call this method on the event loop.
 
         :returns: the memory; None if this process does not see the memory's GPU, or if CUDA refuses the mapping.
         """

@@ -74,7 +74,7 @@ def share(storage: UntypedStorage) -> Shared | None:
 
 
 def map_shared(index: int, shared: Shared) -> TorchMapped | None:
-    """Map another process's memory. The call blocks, so do not call this on the event loop.
+    """Map another process's memory. The call blocks, so do not call this function on the event loop.
 
     :param index: the number of the device that copies from and to the memory.
     :returns: the memory; None if this process does not see the memory's GPU, or if CUDA refuses the mapping.

@@ -2,10 +2,10 @@
 
 Such an object is informed if its task is cancelled before the first step of the task.
 
-A task runs a coroutine by ``send``. If the task is cancelled before its first step, the task calls ``throw``.
-``ensure_future`` wraps an awaitable without these methods into a coroutine. If the task is cancelled before its first
-step, this coroutine never begins. So the awaitable would not be informed of the cancellation. For example, a receive
-would stay pending, and would take the next message.
+A task runs a coroutine by calls of the coroutine's ``send``. If the task is cancelled before its first step, the task
+calls ``throw``. ``ensure_future`` wraps an awaitable without these methods into a coroutine. If the task is cancelled
+before its first step, this coroutine never begins. So the awaitable would not be informed of the cancellation. For
+example, a receive would stay pending, and would take the next message.
 """
 
 from __future__ import annotations
