@@ -1,4 +1,4 @@
-"""The methods that send Python objects: point to point, and as collectives."""
+"""The methods that send and receive Python objects, point to point and with collectives."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def _scatter(g: Context, op: ScatterObject) -> Steps:
 
 
 def _pass_on(g: Context, parcels: Mapping[int, Parcel]) -> Steps:
-    """Send one encoded object to each rank in ``parcels``."""
+    """Send each rank in ``parcels`` the encoded object for that rank."""
     for parcel in parcels.values():
         yield from parcel.prepared()
     yield [g.send(t, r) for r, parcel in parcels.items() for t in (parcel.header, parcel.body, *parcel.messages)]
@@ -231,17 +231,18 @@ def _pass_on(g: Context, parcels: Mapping[int, Parcel]) -> Steps:
 
 
 class Objects(Issuer):
-    """The methods that send Python objects.
+    """The methods that send and receive Python objects.
 
     An object may hold None, bool, int (64 bits), float, str, bytes, list, tuple, dict, and torch's Tensor, dtype,
-    device and Size. The encoding, which includes the tensors, has at most :data:`aiocomms.ops.codec.MAX_OBJECT_BYTES`
-    bytes. Tensors in the object must not be changed until the work is done. All other values in the object may be
-    changed as soon as the call returns. Large tensors and bytes are sent from their own memory, and received into the
-    memory of the result. A tensor on a GPU arrives on the device of the receiver's communicator if this device is a
-    GPU. Any other tensor arrives on the CPU.
+    device and Size. The encoded object, including its tensors, may have at most
+    :data:`aiocomms.ops.codec.MAX_OBJECT_BYTES` bytes. Tensors in the object must not be changed until the work is done.
+    All other values in the object may be changed as soon as the call returns. Large tensors and ``bytes`` values are
+    sent directly from the memory of the given object. They are received directly into the memory of the result. A
+    tensor on a GPU arrives on the device of the receiver's communicator if this device is a GPU. Any other tensor
+    arrives on the CPU.
 
-    With ``pickle=True`` the object may be any object that ``pickle`` accepts. The sender and all receivers must pass
-    ``pickle=True``, because unpickling runs code that the sender chooses.
+    With ``pickle=True`` the object may be any object that ``pickle`` accepts. Unpickling runs code that the sender
+    chooses, so all receivers must pass ``pickle=True``, too.
     """
 
     def send_object(
@@ -260,7 +261,7 @@ class Objects(Issuer):
         :param dst: the receiving rank.
         :param tag: the tag, a 32-bit signed integer. The matching ``recv_object`` has the same tag. Objects never match
             receives of tensors.
-        :param pickle: whether to send a pickle.
+        :param pickle: whether to send the object as a pickle.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is None.
@@ -281,7 +282,7 @@ class Objects(Issuer):
 
         :param src: the sending rank.
         :param tag: the tag, a 32-bit signed integer. The matching ``send_object`` has the same tag.
-        :param pickle: whether to expect a pickle, and load it.
+        :param pickle: whether to expect the object as a pickle, and to unpickle it.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout. If
             no message has arrived at the deadline, only the receive fails, and the communicator stays usable.
@@ -327,7 +328,7 @@ class Objects(Issuer):
         """Give every rank the objects of all ranks.
 
         :param obj: this rank's object.
-        :param pickle: whether to send and expect pickles.
+        :param pickle: whether all ranks send and expect their objects as pickles.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is the list of objects, in rank order.
@@ -350,7 +351,7 @@ class Objects(Issuer):
 
         :param obj: this rank's object.
         :param root: the rank that gets the objects.
-        :param pickle: whether to send and expect pickles.
+        :param pickle: whether all ranks send and expect their objects as pickles.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is the list of objects, in rank order, on the root, and None on other ranks.
@@ -373,7 +374,7 @@ class Objects(Issuer):
 
         :param objs: one object per rank on the root; ignored on other ranks.
         :param root: the rank that has the objects.
-        :param pickle: whether to send and expect pickles.
+        :param pickle: whether all ranks send and expect their objects as pickles.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is this rank's object.

@@ -1,10 +1,10 @@
-"""Streams between two ranks, which are object streams of anyio.
+"""Streams of items between two ranks. The streams implement ``ObjectStream`` of anyio.
 
 Each end announces the tag under which it receives, and its capacity in messages and bytes. The capacity is the other
-end's initial credit. :mod:`aiocomms.communicator.items` defines the messages of an item. The receiving end receives
-messages before the program calls ``receive``, so that the next item can arrive before that call. When the program has
-received an item, the receiving end returns the item's credit. A stream needs no task of its own. When the receive of
-one message is complete, the stream posts the next receive.
+end's initial credit. :mod:`aiocomms.communicator.items` defines the messages in which an item is sent. The receiving
+end receives the next item even before the program calls ``receive``. When ``receive`` has returned an item to the
+program, the receiving end returns the item's credit to the sending end. A stream has no task of its own. When the
+receive of one message completes, the stream posts the receive of the next message.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _BROKEN = -2  # The value that an end sends after an invalid message; it takes n
 class ItemStream(Handle, ObjectStream[T]):
     """A duplex stream of items of one type to one other rank; made by :meth:`Communicator.open_stream`.
 
-    One end receives what the other end sends, in the same order. The two directions are independent.
+    Each end receives the items in the order in which the other end sends them. The two directions are independent.
     """
 
     def __init__(self, comm: Any, peer: int, end: Greeting, name: str, kind: Kind[T], number: int) -> None:
@@ -71,7 +71,7 @@ class ItemStream(Handle, ObjectStream[T]):
         self._is_open = self._closed = self._eof_sent = self._eof_received = self._peer_closed = False
         self._gone = False  # True once the other end was closed without send_eof.
         self._under_way: dict[StartedWork[Any], None] = {}
-        """The sends of tensor data that have begun and not ended. The keys are the works of these sends."""
+        """A dictionary whose keys are the works of the unfinished sends of tensor data. The values are None."""
         self._header = buffers.empty(kind.header_bytes, dtype=torch.uint8, device=comm.device)
         self._credit = buffers.empty(2, dtype=torch.int64, device=comm.device)
         self._hello = buffers.empty(greeting.GREETING_BYTES, dtype=torch.uint8, device=comm.device)
@@ -158,7 +158,7 @@ class ItemStream(Handle, ObjectStream[T]):
             self._notify()
 
     def statistics(self) -> StreamStatistics:
-        """Return the numbers of this end's items, and the time for which its calls have suspended tasks.
+        """Return this end's counts of items, and the seconds for which tasks were suspended in its methods.
 
         Any thread may call this method.
         """
@@ -167,7 +167,8 @@ class ItemStream(Handle, ObjectStream[T]):
     async def __anext__(self) -> T:
         """Receive the next item.
 
-        This method replaces anyio's method, so that aiocomms's reports show the line of the program that receives.
+        This method replaces the method of anyio, so that reports of aiocomms show a line of the program, not a line of
+        anyio.
         """
         try:
             return await self.receive()
@@ -235,7 +236,7 @@ class ItemStream(Handle, ObjectStream[T]):
             self._go_on(self._kind.arriving(header, self._comm.device))
 
     def _go_on(self, steps: Arriving) -> None:
-        """Run the next step that receives a part of an item."""
+        """Continue the generator ``steps``, which receives one item, until its next step or its end."""
         try:
             step = next(steps)
         except StopIteration as end:
@@ -281,7 +282,7 @@ class ItemStream(Handle, ObjectStream[T]):
     def _return_credits(self) -> None:
         """Return credits to the other end, one message at a time.
 
-        A closed end sends no credits. Instead it reports that it is closed.
+        A closed end sends no credits, but reports to the other end that it is closed.
         """
         if self._returning or not self._is_open or not self._usable() or not (self._owed or self._closed):
             return
@@ -404,8 +405,8 @@ class ItemStream(Handle, ObjectStream[T]):
     def _send_failed(self, work: Work[Any]) -> bool:
         """Return whether a send failed, and record the failure. After a failure this end sends nothing more.
 
-        Items that this end has received stay valid, because the other end may have closed its communicator after its
-        last item.
+        The program can still receive the items that have already arrived, because the other end may have closed its
+        communicator after its last item.
         """
         error = work.exception()
         if error is not None:
@@ -430,9 +431,9 @@ class ItemStream(Handle, ObjectStream[T]):
         self._break(ProtocolError(f"rank {self.peer}, on stream {self.name!r}: {text}", peer=self.peer))
 
     def _break(self, error: ProtocolError) -> None:
-        """End the stream after an invalid message, and report this to the other end.
+        """End the stream after an invalid message, and report the end to the other rank.
 
-        The sends of the other end have no deadline, so they do not end without a report.
+        The sends of the other rank have no deadline, so without this report they would never end.
 
         If the stream is not open yet, end the communicator instead, because no message can report the end of the
         stream.
@@ -444,7 +445,7 @@ class ItemStream(Handle, ObjectStream[T]):
         self._fail(error)
 
     def _broken_off(self) -> None:
-        """Record that the other end has ended the stream by an error, and fail the sends that nobody will receive."""
+        """Fail this end's unfinished sends of tensor data, because an error at the other end has ended the stream."""
         error = CommAbortedError(f"rank {self.peer} ended stream {self.name!r} early: see its error", peer=self.peer)
         for work in list(self._under_way):
             work.abandon(error)

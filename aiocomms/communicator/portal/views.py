@@ -1,4 +1,4 @@
-"""The blocking views of batches, windows and streams, for threads other than that of the event loop."""
+"""Batches, windows and streams with blocking methods, for threads other than the event loop's thread."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _T = TypeVar("_T")
 
 
 def started(method: Callable[Concatenate[Any, _P], Work[_T]]) -> Callable[Concatenate[Any, _P], BlockingWork[_T]]:
-    """Return ``method`` itself, annotated to return a :class:`BlockingWork`.
+    """Return ``method`` unchanged, but typed as a method that returns a :class:`BlockingWork`.
 
-    The function is for methods of a class whose ``_issue`` returns a :class:`BlockingWork`.
+    Use this function in a class whose ``_issue`` returns a :class:`BlockingWork`, for the methods that call ``_issue``.
     """
     return cast("Any", method)  # type: ignore[no-any-return]
 
@@ -77,7 +77,7 @@ class BlockingWindow(Handle):
     map_remote_tensor: Final = started(Window.map_remote_tensor)
 
     def mapped(self, rank: int) -> bool:
-        """Return whether this process also maps the memory of a rank's part; see :meth:`Window.mapped`."""
+        """Return whether the memory of a rank's part is mapped in this process; see :meth:`Window.mapped`."""
         return self._window.mapped(rank)
 
     def close(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
@@ -114,7 +114,7 @@ class BlockingStream(Handle, Generic[_T]):
 
         :param item: an item of the stream's type.
         :param timeout: the seconds to wait; None: no limit.
-        :raises TimeoutError: the other end had no free capacity, or did not receive the item in time.
+        :raises TimeoutError: within ``timeout``, the other end got no free capacity, or did not receive the item.
         """
         run(self._door, "send", lambda: self._stream.send(item), timeout)
 
@@ -122,7 +122,8 @@ class BlockingStream(Handle, Generic[_T]):
         """Receive the next item; see :meth:`ItemStream.receive`.
 
         :param timeout: the seconds to wait; None: no limit.
-        :raises TimeoutError: no item arrived in time; the next call returns an item that arrives later.
+        :raises TimeoutError: no item arrived within ``timeout``. The next call returns an item that arrives after this
+            time.
         :raises anyio.EndOfStream: the other end has sent its last item, and all its items have been received.
         """
         return run(self._door, "receive", self._stream.receive, timeout)
