@@ -32,7 +32,8 @@ def asked_for() -> bool:
 class Forgotten:
     """The warning about a work that has ended, but whose result no code has requested.
 
-    The warning is a separate object, because the work itself may be in a reference cycle.
+    ``__del__`` of this object shows the warning. The object is not the work itself, because the work may be in a
+    reference cycle.
     """
 
     __slots__ = ("__weakref__", "armed", "place", "what")
@@ -61,7 +62,7 @@ _watched: Final[WeakSet[Forgotten]] = WeakSet()
 def report_forgotten(*, quietly: bool) -> None:
     """Report all finished works whose results no code has requested, even if an exception still refers to them.
 
-    :param quietly: whether to report nothing, and also to prevent later reports.
+    :param quietly: if true, report these works neither now nor later.
     """
     for forgotten in sorted(_watched, key=lambda it: (it.place, it.what)):
         if quietly:
@@ -166,7 +167,10 @@ def _ended(coroutine: object) -> bool:
 
 
 def _used(op: Op, buffers: Buffers) -> Buffers:
-    """Return the parts of the buffers that an op uses. For ``put_v`` and ``get_v``, these are only the listed runs."""
+    """Return the parts of an op's buffers that the op reads or writes.
+
+    For ``put_v`` and ``get_v``, these parts are the listed runs.
+    """
     if not isinstance(op, (PutV, GetV)):
         return buffers
     flats = [(name, tensor.view(-1)) for name, tensor in buffers]
@@ -193,7 +197,9 @@ class Debugger:
     def start_within(
         self, op: Op, seq: int, owner: Owner, hints: Mapping[str, Any] | None, *, number: int, lane: str
     ) -> WatchedLaneWork[Any]:
-        """Check an op of a lane, and create its work. A lane's collectives conflict only with each other.
+        """Check an op of a lane, and create its work.
+
+        A collective of a lane can conflict only with other collectives of the same lane.
 
         :param number: the number of the lane.
         :param lane: the key of the lane, as text.
@@ -211,7 +217,7 @@ class Debugger:
         work.watch(place)
 
     def _check_tasks(self, op: Op, lane: int | None, place: SourceLine, name: str, coroutine: object) -> None:
-        """Raise an error for a collective while a collective of another task is pending.
+        """Raise an error if this task calls a collective while a collective of another task is pending.
 
         If the other task has ended, the order of the two collectives is certain, so there is no error.
         """
@@ -229,7 +235,7 @@ class Debugger:
                 )
 
     def check_buffers(self, op: Op) -> None:
-        """Check that an op's buffers do not conflict with an unfinished op.
+        """Check that an op's buffers do not conflict with the buffers of an unfinished op.
 
         :raises BufferBusyError: an unfinished op writes a buffer of ``op``, or ``op`` would write a buffer of an
             unfinished op.

@@ -37,9 +37,9 @@ LARGEST = 8 << 20
 
 SUFFIX = ".aiocomms.jsonl"
 RECORDERS, RECORDS = "recorders", "records"
-"""The keys of the recorders and of the records in the state of a simulated process.
+"""The keys of a list of recorders and a list of :class:`Record` objects in the state of a simulated process.
 
-After a simulated run has failed, the simulation writes the contents of these recorders and records to files.
+After a simulated run has failed, the simulation writes the ops in both lists to files.
 """
 
 _log = logging.getLogger("aiocomms")
@@ -49,7 +49,7 @@ _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
 def register(recorder: Recorder) -> None:
-    """Add a recorder to those that a signal writes to files.
+    """Add a recorder. The signal handler writes the ops of all added recorders to files.
 
     Install the signal handler if an earlier attempt could not install it.
     """
@@ -75,7 +75,7 @@ on_signal.listen(dump_all)
 
 
 def in_background(call: Callable[[], object]) -> bool:
-    """Call a function in a thread. The interpreter's exit waits for this thread for a short time.
+    """Call a function in a thread. The exit of the interpreter waits for this thread for at most 1 s.
 
     :returns: False if the system cannot start a thread.
     """
@@ -106,7 +106,10 @@ def wanted() -> bool:
 
 
 def try_write(snapshot: Snapshot) -> Path | None:
-    """Write a file to the usual folder. Return None if files are switched off, or after a failure (logged once)."""
+    """Write a file to ``AIOCOMMS_RECORDER_DIR``, or to the default folder, and return the path of the file.
+
+    Return None if files are switched off, or if the write fails. A failure is logged once.
+    """
     if not wanted():
         return None
     try:
@@ -119,7 +122,7 @@ def try_write(snapshot: Snapshot) -> Path | None:
 def write(snapshot: Snapshot, folder: str | os.PathLike[str] | None = None) -> Path:
     """Write a file.
 
-    :param folder: the target folder; None: the usual folder.
+    :param folder: the target folder; None: ``AIOCOMMS_RECORDER_DIR``, or the default folder.
     :returns: the path of the file.
     :raises OSError: the file cannot be written, or the default folder is not safe.
     """
@@ -143,9 +146,9 @@ def write(snapshot: Snapshot, folder: str | os.PathLike[str] | None = None) -> P
 
 
 class Record:
-    """The ops of a lost communicator. They are copied at the loss.
+    """The ops of a lost communicator, copied at the loss.
 
-    They are written to a file after the tasks that wait for the ops have resumed.
+    The ops are written to a file after the tasks that wait for the ops have resumed.
     """
 
     def __init__(self, recorder: Recorder, flying: list[Flying], reason: str) -> None:
@@ -157,16 +160,20 @@ class Record:
         self._reason = reason
         self._look: Look | None = None
         self.shot: Snapshot | None = None
-        """The result of :meth:`snapshot`, for a simulation whose run fails. Outside of a simulation, None."""
+        """The result of :meth:`snapshot` in a simulated process; always None outside a simulation.
+
+        If the simulated run fails, the simulation writes this result to a file.
+        """
         if clock.simulation is not None:
             clock.state().setdefault(RECORDS, []).append(self)
         with self._complaining():
             self._look = recorder.look(flying)
 
     def snapshot(self) -> Snapshot | None:
-        """Describe the ops at the first call. Return None at every later call, or if the recorder fails (logged once).
+        """Describe the ops in the first call. Return None in every later call, or if the recorder fails (logged once).
 
-        Afterwards this object no longer refers to works and tensors, so a slow write does not keep them alive.
+        After the first call this object refers to no works or tensors, so a slow write does not keep works or tensors
+        alive.
         """
         look, self._look = self._look, None
         with self._complaining():
@@ -224,9 +231,9 @@ def _default() -> Path:
 
 
 def _prune(folder: Path, name: str, default: bool) -> None:
-    """Delete the oldest files, so that the number of files stays within the limits after one more file.
+    """Delete the oldest files, so that the number of files will not exceed the limits when one new file is written.
 
-    In a folder that the user has chosen, delete only files of this process.
+    If the user has chosen the folder, delete only files of this process.
     """
     mine = f".{os.getpid()}-"
     known: list[tuple[float, Path]] = []

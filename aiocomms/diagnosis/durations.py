@@ -1,4 +1,7 @@
-"""Histograms of durations. Counting a duration takes one addition, and any thread may read the counts."""
+"""Histograms of durations.
+
+Counting a duration takes a binary search and two additions. Any thread may read the counts.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,10 @@ class Durations:
 
     def __init__(self) -> None:
         self.counts: list[int] = [0] * (len(BOUNDS) + 1)
-        """The number of durations in each class. A class includes its upper bound. The last class is above all
-        bounds."""
+        """The number of durations in each class.
+
+        A class includes its upper bound. The last class counts the durations above all bounds.
+        """
         self.seconds: float = 0.0
         """The sum of all durations, in seconds."""
 

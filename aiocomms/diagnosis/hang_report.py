@@ -1,4 +1,4 @@
-"""The text that explains a hang: the ranks that are missing in an op, and the current ops of these ranks."""
+"""The text that explains a hang: the ranks that have not called an op, and what these ranks do instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_ANSWER: Final = "not answer: dead, stopped or busy"
 def judge(late: Item, briefs: Mapping[int, Brief], silent: Iterable[int] = ()) -> str:
     """Describe the state of one op on each rank: "ranks 0, 1, 2 are in it (collective 41), rank 3 has finished ...".
 
-    :param late: the late op. The record comes from a rank that has called the op.
+    :param late: the late op, as a rank that has called the op describes it.
     :param briefs: each rank's report on the rank's own ops, by rank.
     :param silent: the ranks that did not report in time.
     """

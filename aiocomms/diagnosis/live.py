@@ -1,7 +1,7 @@
 """The live view for ``aiocomms top``: programs of the same user can read the state of this process's communicators.
 
 While a communicator is open, a thread waits in ``accept`` on an abstract Unix socket. A client gets the content of
-every flight recorder, also while the event loop is blocked. The kernel must confirm that the client runs as the same
+every flight recorder, even while the event loop is blocked. The kernel must confirm that the client runs as the same
 user. The thread reads no data from the client. The socket's name is in ``/proc/net/unix`` until the process ends.
 """
 
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "aiocomms-live"
 TOLD: Final = 1024
-"""The maximum number of pending ops per communicator that a client gets. The client gets the oldest ops."""
+"""The maximum number of a communicator's pending ops that a client gets.
+
+The client gets the oldest ops. It gets idle ops only if all other pending ops fit.
+"""
 PATIENCE: Final = 1.0
 """The number of seconds within which a client must read each message."""
 _LATER: Final = 1.0
@@ -50,7 +53,7 @@ class Sight(msgspec.Struct):
     meeting: str
     """A key that distinguishes communicators with the same name. All ranks of a communicator have the same key."""
     pending: list[Item]
-    """The oldest pending ops."""
+    """The pending ops that a client gets, from the oldest to the newest; idle ops come last."""
     statistics: Statistics
 
 
@@ -64,7 +67,7 @@ def sight_of(snapshot: Snapshot, secret: bytes, statistics: Statistics) -> Sight
 
 
 class Leaving(NamedTuple):
-    """The thread of a live view that is about to end, and the thread's socket."""
+    """The ending thread of a live view, and the socket of this thread."""
 
     listener: socket.socket
     stopped: _thread.LockType
@@ -97,7 +100,10 @@ class LiveView:
         self._stopping, self._stopped = threading.Event(), _thread.allocate_lock()
 
     def _leave_to_parent(self) -> None:
-        """Close the socket in a forked child. Otherwise a client could not notice the parent's death."""
+        """Close the socket in a forked child.
+
+        If the child kept the socket open, a client could not notice the parent's death.
+        """
         for inherited in (self._listener, self._guest):
             if inherited is not None:
                 inherited.close()
@@ -118,8 +124,7 @@ class LiveView:
     def unregister(self, comm: Communicator) -> Leaving | None:
         """Stop showing a communicator. If no communicator is left, end the thread. Idempotent.
 
-        :returns: the thread that is about to end, or None if no thread ends. The caller must call the method ``finish``
-            of this thread.
+        :returns: a :class:`Leaving`, whose method ``finish`` the caller must call; None if this call ends no thread.
         """
         with self._lock:
             self._comms.discard(comm)

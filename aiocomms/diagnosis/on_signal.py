@@ -1,4 +1,4 @@
-"""The handler of the signal that writes flight recorders. This module imports no other module of aiocomms."""
+"""The signal handler that writes flight recorders to files. This module imports no other module of aiocomms."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _listeners: list[Callable[[str], object]] = []
 
 
 def listen(call: Callable[[str], object]) -> None:
-    """Register a function. The handler of each signal calls the function with the signal's name."""
+    """Register a function. When a handled signal arrives, its handler calls the function with the signal's name."""
     _listeners.append(call)
 
 
 def dump_on_signal(signum: int = signal.SIGUSR1) -> None:
     """Install a handler for a signal: write every communicator's flight recorder, then call the previous handler.
 
-    The handler runs on the main thread, even while the event loop there is blocked in Python code or waits in a system
-    call.
+    The handler runs on the main thread, even while that thread's event loop is blocked in Python code or waits in a
+    system call.
 
     :param signum: the number of the signal.
-    :raises ValueError: this is not the main thread.
+    :raises ValueError: the current thread is not the main thread.
     """
     before = signal.getsignal(signum)
     if before is _handled.get(signum):
@@ -42,7 +42,7 @@ def dump_on_signal(signum: int = signal.SIGUSR1) -> None:
 def dump_if_asked() -> bool:
     """Install the handler if the environment requests a handler and no handler is installed.
 
-    :returns: False if this is not the main thread, because only the main thread can install a handler.
+    :returns: False if no handler was installed because the current thread is not the main thread.
     """
     if os.environ.get("AIOCOMMS_RECORDER_SIGNAL", "0") not in ("", "0") and not _handled:
         try:

@@ -48,9 +48,12 @@ DEFAULT, MOST = 512, 65536
 A recorder also describes at most ``MOST`` pending ops.
 """
 SHOWN = 8
-"""The maximum number of pending ops in a short description. The same limit applies to an op's tensors."""
+"""The maximum number of pending ops in a :class:`Brief`.
+
+The number also limits the tensors in an :class:`Item`, and the messages in the text of a batch.
+"""
 LONGEST = 300
-"""The maximum length of a name, source line or message, in characters."""
+"""The maximum length of a name, a source line or an error's text, in characters."""
 UNMATCHED = "nothing matched"
 """The text of the error for a receive that was withdrawn at its deadline."""
 
@@ -74,7 +77,7 @@ The end of an op adds another entry: the time of the end, or a tuple from :meth:
 Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
 """A time in seconds, from a file or from another process.
 
-The bounds are checked so that sums of times, and times in microseconds, are always finite.
+The decoder checks these bounds, so that sums of times, and times in microseconds, are always finite.
 """
 
 
@@ -114,7 +117,10 @@ class Item(msgspec.Struct, omit_defaults=True):
     The name of a window is missing if the op ended within its call.
     """
     idle: bool = False
-    """True if the op is a receive of this library for a message that may never come, and no task waits for it."""
+    """True if the op is a receive that the library itself has posted, for a message that may never come.
+
+    No task waits for an idle op.
+    """
 
     def __str__(self) -> str:
         of = self.of or _CHANNELS.get(self.args.get("channel", USER), "")
@@ -145,9 +151,9 @@ class Brief(msgspec.Struct, omit_defaults=True):
     last: str = ""
     """The name of the collective with the number ``ended``. Empty if the recorder has already dropped this op."""
     pending: list[Item] = []
-    """The oldest pending ops."""
+    """The oldest pending ops that are not idle."""
     more: int = 0
-    """The number of further pending ops."""
+    """The number of pending ops that are neither idle nor listed in ``pending``."""
 
 
 class Format(msgspec.Struct):
@@ -166,7 +172,7 @@ class Header(msgspec.Struct):
     host: str
     pid: int
     wall: Seconds
-    """The readings of the wall clock (``wall``) and the monotonic clock at the time of the snapshot, in seconds."""
+    """The times of the wall clock (``wall``) and the monotonic clock (``monotonic``) at the snapshot, in seconds."""
     monotonic: Seconds
     reason: str
     verdict: str
@@ -180,7 +186,7 @@ class Snapshot(msgspec.Struct):
     finished: list[tuple[Any, ...]]
     pending: list[Item]
     streams: dict[Key, str]
-    """The names of streams. The dictionary maps the keys of messages to these names."""
+    """A dictionary from the keys of messages to the names of their streams."""
 
     def items(self) -> list[Item]:
         """Return all ops, in the order of the calls."""
@@ -189,7 +195,7 @@ class Snapshot(msgspec.Struct):
 
 
 class PlanUnderWay(Protocol):
-    """The part of a service's running plan that reports use."""
+    """The interface through which reports read a running plan of a service."""
 
     @property
     def called(self) -> float:
@@ -204,14 +210,17 @@ class Look(NamedTuple):
 
     flying: list[Flying]
     tasks: list[tuple[str, str]]
-    """The task that awaits each pending work, and the line of the program in which that task is suspended."""
+    """The names of the tasks that await the pending works, each with the line in which the task is suspended."""
     entries: list[Entry]
     lanes: dict[int, str]
     """The lanes of ops, by the ops' sequence numbers."""
     streams: list[dict[Key, str]]
-    """The names of streams. The dictionaries map the keys of messages to these names."""
+    """Dictionaries from the keys of messages to the names of their streams."""
     refused: set[int]
-    """The sequence numbers of collectives that did not start. Such calls are not counted as collectives."""
+    """The sequence numbers of collectives that did not start.
+
+    The number of collectives does not include their calls.
+    """
     issued: int
     calls: int
     wall: float
@@ -231,7 +240,7 @@ A type without integer arguments has no entry.
 _KEPT: dict[type[Op], Callable[[Any], Any]] = {}
 """A dictionary from a type of op to the function that returns what the recorder stores of an op.
 
-These values are the op's integer arguments, the name of its window, and the size of its tensor in bytes.
+The function returns the op's integer arguments, the name of the op's window, and the size of the op's tensor in bytes.
 """
 
 
@@ -252,7 +261,7 @@ def _learn(cls: type[Op]) -> None:
 
 
 def _nothing(op: Op) -> None:
-    """Return None, for an op without numbers and tensors."""
+    """Return None, because an op without integer arguments and tensors has no values to store."""
 
 
 class Recorder:
@@ -273,7 +282,7 @@ class Recorder:
         entry is a tuple from :meth:`row` instead.
         """
         self.lanes: Ring = comm.ledger.lanes
-        """The sequence number of each op in a lane, with the lane's key as text."""
+        """Pairs of an op's sequence number and the key of the op's lane as text, for the ops in lanes."""
         self.refused: deque[int] = deque(maxlen=self.size)
         """See :class:`Look`."""
         self.streams: StreamLedger = StreamLedger(self.size)
@@ -319,7 +328,7 @@ class Recorder:
     def look(self, flying: list[Flying]) -> Look:
         """Copy all changing data. Thread-safe. A signal handler may call this method, so the copy takes no lock.
 
-        :param flying: the pending works. A work may also have just ended, if its task is still suspended.
+        :param flying: the pending works, and works that have just ended but whose tasks are still suspended.
         """
         comm = self._comm
         while True:  # Other threads may call ops meanwhile.

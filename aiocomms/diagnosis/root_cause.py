@@ -4,8 +4,9 @@ torchrun assumes that the first failure is the cause. torchrun compares the time
 without a file, torchrun uses the time at which it notices the end of the process. Among failures in the same second,
 torchrun chooses the lowest rank. When one process has ended, torchrun ends the other processes.
 
-If rank 1 fails only because rank 0 has failed, the process of rank 1 often ends first: rank 0 is still closing its
-resources. So a rank whose error names another rank reports a later time, and waits before it ends.
+Rank 1 may fail only because rank 0 has failed. The process of rank 1 then often ends before the process of rank 0,
+because rank 0 must still close its resources. So if a rank's error names another rank as the cause, the rank reports a
+later time to torchrun, and waits before its process ends.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.failures import is_caused
 
 PATIENCE: Final = 2.0
-"""The number of seconds for which this rank waits before it ends, if its error names another rank.
+"""The seconds for which this process waits before it ends, if its error names another rank as the cause.
 
-During this time the other rank can end first. torchrun may end this rank during the wait.
+During the wait, the process of the other rank can end, and torchrun may end this process.
 """
 _FILE: Final = "TORCHELASTIC_ERROR_FILE"
 
 
 def tell_torchrun() -> None:
-    """Report later fatal exceptions of this process to torchrun, if torchrun has started this process."""
+    """Make this process report its fatal exceptions to torchrun, if torchrun has started this process."""
     if _FILE in os.environ and sys.excepthook is not _told:
         global _before
         _before, sys.excepthook = sys.excepthook, _told
@@ -51,7 +52,10 @@ def _told(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def _write(path: str, error: BaseException, at: int, *, again: bool) -> None:
-    """Write an error file as torch does. Replace a file of torch's ``record`` only if ``again`` is true."""
+    """Write an error file as torch does.
+
+    Replace an error file that torch's ``record`` has written only if ``again`` is true.
+    """
     lines = "".join(traceback.format_exception(error))
     extra = {"py_callstack": lines, "timestamp": str(at)}
     try:

@@ -1,4 +1,4 @@
-"""The statistics of a communicator. The core needs these counts itself, so statistics do not slow down ops."""
+"""The statistics of a communicator. The core keeps these counts for its own use, so statistics do not slow down ops."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Failures(msgspec.Struct, frozen=True):
 
 
 class WindowStatistics(msgspec.Struct, frozen=True):
-    """A window that is open on this rank, or a region of a connection between endpoints."""
+    """The size of a window that is open on this rank, or of a region of a connection between endpoints."""
 
     name: str
     """The name in reports: ``window 2``, or ``region 3`` for endpoints."""
@@ -44,7 +44,9 @@ class WindowStatistics(msgspec.Struct, frozen=True):
 
 
 class Statistics(msgspec.Struct, frozen=True):
-    """The statistics of a communicator on one rank. They count this rank's ops since the communicator was formed.
+    """The statistics of a communicator on one rank.
+
+    The statistics cover this rank's ops since the communicator was formed.
 
     An op counts as done if it has ended without an error. The counts include the ops that the library itself calls for
     a split, a stream or the opening of a window.
@@ -77,7 +79,7 @@ class Statistics(msgspec.Struct, frozen=True):
     withdrawn: int
     """The number of receives, probes and waits for signals that were withdrawn before a match."""
     refused: int
-    """The number of ops that could not start. The call of such an op raised the error, and sent nothing."""
+    """The number of ops that could not start. The call of such an op raised an error, and sent nothing."""
     pending: int
     """The number of pending ops, without the receives that ``standing`` counts."""
     pending_bytes: int

@@ -171,13 +171,13 @@ def key_of(op: str, peer: int, tag: int, channel: int) -> Key:
 
 
 class StreamLedger:
-    """The counts of a communicator's open streams, and the names of the last closed streams."""
+    """The counts of a communicator's open streams, and the names of the most recently closed streams."""
 
     def __init__(self, kept: int) -> None:
         """Create an empty ledger.
 
-        :param kept: the number of closed streams whose names the ledger keeps. The number of ops that the flight
-            recorder stores is enough.
+        :param kept: the number of closed streams whose names the ledger keeps. The flight recorder needs at most as
+            many names as it stores ops.
         """
         self._open: WeakValueDictionary[int, StreamCounts] = WeakValueDictionary()
         self._closed: deque[dict[Key, str]] = deque(maxlen=kept)
