@@ -1,8 +1,9 @@
 """The exceptions of aiocomms, and the state in which each exception leaves the communicator.
 
-All of them except :class:`SimulationError` derive from :class:`CommError`. Their attributes name the communicator, the
-operation, its number, this rank and the peer, as far as these are known. Each description says whether the communicator
-stays *usable* or is *lost*. On a lost communicator every later call fails at once with the reason of the loss.
+All these exceptions except :class:`SimulationError` derive from :class:`CommError`. The attributes of a ``CommError``
+name the communicator, the operation, the operation's number, this rank and the peer, if they are known. Each
+description says whether the communicator stays *usable* or is *lost*. On a lost communicator every later call fails at
+once with the reason of the loss.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ class CommError(Exception):
     ) -> Self:
         """Make a copy of this error for one operation. With separate copies, no two awaiters share a traceback.
 
-        An argument sets an attribute of the copy if the attribute of this error is None. All other attributes stay
-        unchanged.
+        Each argument replaces an attribute of the copy, but only if that attribute is None in this error. All other
+        attributes of the copy equal those of this error.
 
         :returns: an error of the same class and with the same cause.
         """
@@ -160,7 +161,7 @@ class CapturedWorkError(CommError):
 
 
 class WorkCancelledError(CommError):
-    """Raised when a program asks for the result of an operation that was cancelled before it was matched (withdrawn).
+    """Raised when a program asks for the result of a withdrawn operation, which was cancelled before it matched.
 
     The communicator stays usable.
 
@@ -174,7 +175,7 @@ class CommClosedError(CommError):
 
 
 class CommAbortedError(CommError):
-    """Raised when the communicator was aborted on any rank; the error gives the first reason.
+    """Raised when the communicator was aborted on any rank; the error gives the reason of the first abort.
 
     The communicator is lost.
     """
@@ -306,7 +307,7 @@ class RegionError(CommError):
 class LeaseError(CommError):
     """Raised when leased blocks are no longer usable, because the owner or the borrower has ended the lease.
 
-    The message says why. The connection with the other endpoint stays usable.
+    The error's message gives the reason. The connection with the other endpoint stays usable.
     """
 
 
@@ -314,17 +315,18 @@ class MoveLostError(CommError):
     """Raised on every source rank when ``Source.move`` of :mod:`aiocomms.resharding` fails because a rank is lost.
 
     The same error is raised if a rank closes, aborts or cancels its part in the move, or if ``convert`` raises. The
-    message names the rank. The ``open`` of a source or target raises this error if another rank's ``open`` has failed.
-    ``Target.step`` and ``Target.pin`` raise it if no version is current.
+    error's message names the rank that was lost or has failed. The ``open`` of a source or target raises this error if
+    another rank's ``open`` has failed. ``Target.step`` and ``Target.pin`` raise this error if the target has no current
+    version.
 
-    The target keeps its old version. Each communicator stays usable, unless this communicator itself is lost.
+    The target keeps its old version. A communicator of the move stays usable, unless that communicator itself is lost.
     """
 
 
 class MoveTimeoutError(CommTimeoutError):
     """Raised on every source rank when ``Source.move`` of :mod:`aiocomms.resharding` misses its deadline.
 
-    The message says what the rank waited for.
+    The error's message says what the move waited for.
 
     The target keeps its old version. The communicators stay usable.
     """

@@ -33,7 +33,11 @@ _LARGEST: Final = (
     "_oldest_pending_seconds",
     "_oldest_plan_seconds",
 )
-"""Suffixes of metric names. A metric with such a suffix shows the largest of several values; others show the sum."""
+"""Suffixes of metric names.
+
+If several samples have the same labels, a metric with such a suffix exports their largest value. Every other metric
+exports their sum.
+"""
 _LE: Final = [*(repr(bound) for bound in BOUNDS), "+Inf"]
 
 
@@ -94,7 +98,7 @@ class _Families:
         self.memory = _gauge("shared_memory_bytes", "Memory that is shared with other processes of the host.")
 
     def add_totals(self, labels: list[str], totals: Totals) -> None:
-        """Show the durations, bytes and failures of ops."""
+        """Add the durations, bytes and failures of a communicator's ops to the metrics."""
         moved: dict[tuple[str, str], int] = {}
         for row in totals.rows():
             self.seconds.add_metric([*labels, row.op, row.transport, row.size], _buckets(row.counts), row.seconds)
@@ -106,7 +110,7 @@ class _Families:
             self.failures.add_metric([*labels, failed.error, peer], failed.count)
 
     def add_state(self, each: Measured, now: Statistics) -> None:
-        """Show the current state of a communicator."""
+        """Add the current state of a communicator to the metrics."""
         labels = [each.name, str(each.rank)]
         self.generation.add_metric(labels, now.generation)
         for rank, seconds in now.silence.items():
@@ -139,7 +143,7 @@ class _StreamFamilies:
         )
 
     def add(self, each: Measured, now: Statistics) -> None:
-        """Show the counts of a communicator's streams."""
+        """Add the counts of a communicator's streams to the metrics."""
         for stream in now.streams:
             labels = [each.name, str(each.rank), stream.name, str(stream.peer)]
             self.sent.add_metric(labels, stream.sent)
@@ -172,7 +176,7 @@ class _PlanFamilies:
         )
 
     def add(self, now: ServiceStatistics) -> None:
-        """Show the durations, outcomes and current state of a service's plans."""
+        """Add the durations, outcomes and current state of a service's plans to the metrics."""
         labels = [now.name, str(now.rank)]
         for family, durations in ((self.seconds, now.took), (self.wait, now.waited)):
             family.add_metric(labels, _buckets(durations.counts), durations.seconds)
@@ -229,7 +233,7 @@ def instrument(comm: Instrumentable | Peer | BlockingPeer, registry: CollectorRe
 def instrument(
     comm: Instrumentable | Peer | BlockingPeer | Service, registry: CollectorRegistry = REGISTRY
 ) -> Measured | MeasuredService:
-    """Measure a communicator from now on, until it is closed.
+    """Export the metrics of a communicator, from this call until the communicator is closed.
 
     Call this function on the thread of the communicator's event loop. On any other thread the metrics lack the lateness
     of the event loop. Programs usually call this function on another thread if they pass a portal or a blocking

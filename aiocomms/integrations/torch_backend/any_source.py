@@ -1,8 +1,8 @@
 """Receives of a group, with or without a named source. As in torch, receives match in the order of the calls.
 
-If a receive from one source and a receive from any source both match a message, a communicator chooses the receive from
-one source. torch chooses the receive that was called first. So while a receive from any source is pending, this module
-uses ``recv_any`` with a list of one source for each new receive from one source with the same tag.
+If a receive from one source and a receive from any source both match a message, a communicator gives the message to the
+receive from one source. torch gives the message to the receive that was called first. So while a receive from any
+source is pending, a new receive from one source with the same tag also calls ``recv_any``, but lists only this source.
 """
 
 from __future__ import annotations

@@ -40,11 +40,14 @@ class GroupSide:
     def __init__(self, comm: blocking.Communicator, gpu: torch.device | None = None) -> None:
         self.comm = comm
         self.gpu: torch.device | None = gpu
-        """The GPU of the tensors. The streams of this GPU wait for works. None: the tensors are on the CPU."""
+        """The GPU of the tensors; None if the tensors are on the CPU.
+
+        Streams of this GPU wait for the ends of works.
+        """
         self.receives: Receives = Receives(comm)
 
     def settle(self) -> None:
-        """Block until the GPU has executed all work that this thread's current stream contains."""
+        """Block until the GPU has executed all work in this thread's current stream."""
         if self.gpu is not None and (marks := self.comm._core.marks) is not None:
             end = marks.cuda.event()
             end.record(marks.cuda.current_stream())
@@ -62,7 +65,7 @@ class GroupComms:
         parent: GroupComms | None = None,
         ranks: Sequence[int] = (),
     ) -> None:
-        """Store the CPU's communicator. The GPU's communicator is opened later.
+        """Store the CPU's communicator. The first call that needs the GPU's communicator opens that communicator.
 
         :param store: the store through which the ranks form the communicator for a GPU.
         :param transport: the requested transport; None: the best available transport.

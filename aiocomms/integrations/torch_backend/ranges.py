@@ -11,7 +11,7 @@ class WorkRange(profiler.Range):
     """A time range in the profiler, from the object's creation to the end of an operation on another thread."""
 
     def around(self, parts: list[WorkPart], completer: Completer) -> list[WorkPart]:
-        """Return a new part, which ends the range when the given parts have ended.
+        """Return a new part of a work. When the given parts have ended, the new part ends the range.
 
         A thread that waits for the new part resumes after the end of the range.
         """

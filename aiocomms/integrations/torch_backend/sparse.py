@@ -58,7 +58,7 @@ def all_reduce(comm: blocking.Communicator, tensor: Tensor, number: int, timeout
     :param tensor: a tensor with the same shape, dtype and number of sparse dimensions on every rank.
     :param number: the number of this call, which is equal on all ranks. The steps of concurrent calls are distinguished
         by these numbers.
-    :param timeout: the deadline of each step.
+    :param timeout: the deadline of each step in seconds; None: no deadline.
     :raises MismatchError: the tensors differ between ranks. Every rank raises this error.
     """
     lane = comm.lane(f"aiocomms.integrations.torch_backend: sparse all_reduce {number}")

@@ -52,7 +52,7 @@ class MemoryView:
         self._registration, self._offset, self._length = registration, offset, length
 
     def size(self) -> int:
-        """Return the number of bytes."""
+        """Return the size of this memory, in bytes."""
         return self._length
 
     @property
@@ -77,7 +77,7 @@ class Memory:
         self._registration = registration
 
     def to_view(self, offset: int | None = None, length: int | None = None) -> MemoryView:
-        """Return a range of the bytes as the source of writes.
+        """Return a view of a range of this memory. A write can take its data from the view.
 
         :param offset: the first byte of the range; None: 0.
         :param length: the number of bytes; None: all bytes from ``offset`` to the end.
@@ -85,7 +85,7 @@ class Memory:
         return MemoryView(self._registration, *self._range(offset, length))
 
     def to_mutable_view(self, offset: int | None = None, length: int | None = None) -> MutableMemoryView:
-        """Return a range of the bytes as the target of reads; see :meth:`to_view`."""
+        """Return a view of a range of this memory, into which a read can write; see :meth:`to_view`."""
         return MutableMemoryView(self._registration, *self._range(offset, length))
 
     def to_remote_buffer(self, *, timeout: float | None = None) -> RemoteBuffer:
@@ -123,7 +123,7 @@ class RemoteBuffer:
         self._descriptor, self._length = bytes(descriptor), says.count
 
     def size(self) -> int:
-        """Return the number of bytes."""
+        """Return the size of this memory, in bytes."""
         return self._length
 
     def serialize(self) -> bytes:
