@@ -122,7 +122,7 @@ class _Otherwise:
 
 
 class Link:
-    """The path of one rank's ops to the rank's transports. The path injects the faults."""
+    """The object through which all ops of one rank reach the rank's transports. The object injects the faults."""
 
     def __init__(self, comm: Communicator) -> None:
         self._core = comm._core
@@ -179,7 +179,7 @@ class Link:
         return None
 
     def carries(self, work: Completion) -> bool:
-        """Return whether no transport has an op, because the op is delayed or dropped."""
+        """Return whether a fault has delayed or dropped an op, so that no transport has the op."""
         return work in self._dropped or any(held.work is work for queue in self._queues.values() for held in queue)
 
     def known_as(self, work: Completion) -> Any:
@@ -336,7 +336,7 @@ def link_of(comm: Communicator) -> Link:
 
 
 def different(op: ops.Op, differs: Differs, size: int) -> ops.Op:
-    """Return a changed op, so that the ranks disagree.
+    """Return a changed op that does not match the op of the other ranks.
 
     If the dtype or size changes, the changed op has copies of the tensors.
 

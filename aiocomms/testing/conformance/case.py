@@ -33,12 +33,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def ranks(*sizes: int, more: tuple[int, ...] = ()) -> Callable[[F], F]:
-    """Mark a check with numbers of ranks. The check runs once with each number.
+    """Mark a check with the numbers of ranks on which it runs. The check runs once for each number.
 
     A check names only numbers of ranks that can change its result. One rank has no peer, and two ranks have one peer
-    each. With three ranks, one rank can be outside a message or an error of the other two. Four is a power of two.
-    Seven is odd, and not a power of two. Four and seven ranks matter only for the schedules of collectives, so other
-    checks name these numbers as ``more``.
+    each. With three ranks, one rank may take no part in a message or an error of the other two ranks. Four is a power
+    of two. Seven is odd, and not a power of two. Four and seven ranks matter only for the schedules of collectives, so
+    all other checks pass these numbers in ``more``.
 
     :param more: the numbers of ranks on which the check runs with ``--full`` only.
     """
@@ -90,7 +90,7 @@ class Outcome(NamedTuple):
     """
     text: str = ""
     usable: bool = True
-    """True if the communicator may serve the next check."""
+    """True if the next check may use the same communicator."""
     agreed: tuple[tuple[str, object], ...] = ()
     """The names and values that must be equal on all ranks."""
     spans: tuple[Span, ...] = ()
@@ -188,13 +188,16 @@ class Case:
         await self.told(note)
 
     def agree(self, what: str, value: object) -> None:
-        """Report a value, or the content of a tensor. All ranks must report equal values in the same order."""
+        """Report a value, or the content of a tensor, to the suite.
+
+        All ranks must report equal values in the same order.
+        """
         self.agreed.append((what, data.checksum(value) if isinstance(value, Tensor) else value))
 
     def synchronised(self, what: str, called: float) -> None:
         """Record that an operation has ended on this rank.
 
-        No rank may leave such an operation before all ranks have called it.
+        Use this method only for operations that no rank may leave before all ranks have called them.
 
         :param called: ``time.monotonic()`` before the call. All ranks of a machine share this clock.
         """
@@ -215,7 +218,7 @@ class Case:
             raise unittest.SkipTest(f"{self.place.transport} does not carry {family!r}")
 
     def need_any_order(self) -> None:
-        """Skip the check if a waiting message delays later messages."""
+        """Skip the check if the transport completes operations only in the order of their calls."""
         self.need("p2p")
         if self.capabilities("p2p").fifo:
             raise unittest.SkipTest(f"{self.place.transport} completes operations in the order posted only")
@@ -281,7 +284,10 @@ class Case:
 
 
 async def all_blocked() -> None:
-    """Wait until every other task of the loop waits. On asyncio, anyio's own function checks this only every 0.1 s."""
+    """Wait until every other task of the loop is suspended.
+
+    On asyncio, ``anyio.wait_all_tasks_blocked`` checks the tasks only every 0.1 s, so this function checks them itself.
+    """
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
@@ -295,13 +301,13 @@ async def all_blocked() -> None:
 
 
 async def wait_for(awaitable: Awaitable[object], scope: anyio.CancelScope, outcome: list[object]) -> None:
-    """Await an object within a cancel scope, and record the result."""
+    """Await an object within ``scope``, and append the result to ``outcome``."""
     with scope:
         outcome.append(await awaitable)
 
 
 async def cancel_await(awaitable: Awaitable[object]) -> None:
-    """Start a task that awaits something, and cancel the task when it waits."""
+    """Start a task that awaits an object, and cancel the task as soon as the task is suspended."""
     scope, outcome = anyio.CancelScope(), list[object]()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(wait_for, awaitable, scope, outcome)
@@ -311,10 +317,7 @@ async def cancel_await(awaitable: Awaitable[object]) -> None:
 
 
 def refusable(dtype: torch.dtype, error: UnsupportedOperation) -> None:
-    """Accept an error for a dtype that transports may refuse.
-
-    Raise the error for a dtype that every transport must carry.
-    """
+    """Raise ``error`` if every transport must support the dtype. Otherwise ignore ``error``."""
     if dtype in (torch.float32, torch.uint8):
         raise error
 

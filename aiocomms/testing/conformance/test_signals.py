@@ -59,7 +59,10 @@ async def test_put_signal_arrives_behind_its_data_and_counts_once(comm: Communic
 @pytest.mark.memory
 @ranks(1, 3, more=(2,))
 async def test_each_wait_signal_takes_one_signal_of_its_rank(comm: Communicator, case: Case) -> None:
-    """Signals come before or after the waits. Each wait takes one signal of the rank that the wait names."""
+    """A signal may arrive before or after the call of the wait.
+
+    Each wait takes one signal of the rank that the wait names.
+    """
     _, win = await window(comm, case, torch.int32, 1)
     everyone = range(comm.size)
     for dst in everyone:

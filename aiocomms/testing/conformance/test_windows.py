@@ -145,7 +145,7 @@ async def test_concurrent_compare_swap_succeeds_on_one_rank(comm: Communicator, 
 @pytest.mark.memory
 @ranks(2, more=(3,))
 async def test_window_calls_of_one_rank_take_effect_in_call_order(comm: Communicator, case: Case) -> None:
-    """Calls of one rank on one other rank's window take effect in order, without awaits between them."""
+    """One rank's calls on another rank's part take effect in the order of the calls, even without awaits."""
     _, win = await window(comm, case, torch.int64, comm.size)
     peer = (comm.rank + 1) % comm.size
     got = [torch.empty(1, dtype=torch.int64, device=comm.device) for _ in range(10)]
@@ -256,9 +256,9 @@ async def test_window_close_waits_for_accesses_of_all_ranks(comm: Communicator, 
 
 @ranks(2)
 async def test_exception_in_the_window_block_leaves_without_waiting_for_peers(comm: Communicator, case: Case) -> None:
-    """Rank 0 raises an error in its block, while rank 1 stays in its own block and can still use the window.
+    """Rank 0 raises an error in its ``async with`` block, and leaves the block without a wait for rank 1.
 
-    Then the window closes.
+    Rank 1 is still in its own block, and can still write to rank 0's part of the window.
     """
     slot, win = await window(comm, case, torch.int32, PART)
     if comm.rank == 0:
