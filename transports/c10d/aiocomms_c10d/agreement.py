@@ -72,7 +72,11 @@ class _AnnouncedCall:
 
 
 class Agreement:
-    """The collectives of one rank. The rank announces and compares them, and starts them when all ranks agree."""
+    """The collectives of one rank.
+
+    The rank announces each collective, compares the announcements of all ranks, and performs the collective if they
+    agree.
+    """
 
     def __init__(
         self,
@@ -312,7 +316,7 @@ class Agreement:
             self._fail(failure)
 
     def join(self, timeout: float | None) -> None:
-        """End the thread, and release all tensors.
+        """End the thread that starts large calls, and release all tensors.
 
         Before this call, the caller must break the group's connections by :func:`poison`.
 

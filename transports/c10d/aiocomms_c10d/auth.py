@@ -38,7 +38,7 @@ class SignedStore(Store):
         self._store = store
         self._key = key
         self.unshared = Unshared()
-        """The values of all ranks, which contain gloo's addresses."""
+        """The values of all ranks. They contain the addresses at which gloo listens."""
         self.written = b""
         """The concatenation of all written values."""
 
@@ -62,11 +62,11 @@ class SignedStore(Store):
         return value
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether the store has all keys."""
+        """Return whether the store has all of ``keys``."""
         return self._store.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=60)) -> None:
-        """Wait until the store has all keys."""
+        """Wait until the store has all of ``keys``."""
         self._store.wait(keys, timeout)
 
 

@@ -44,11 +44,10 @@ Each thread runs one collective at a time, in the order in which collectives are
 _CONNECT: Final = 120.0
 """The largest number of seconds for connecting, after every rank has called :func:`open_gloo`."""
 _SHARE: Final = 0.5
-"""The fraction of the remaining time that is for connecting.
+"""The fraction of the remaining time that all ranks use for connecting.
 
-The rank with the least remaining time determines this time for all ranks.
-
-The rest of the time is for finding out which ranks are missing.
+The remaining time is the shortest remaining time of any rank. The ranks use the rest of this time to find out which
+ranks are missing.
 """
 _HELLO: Final = 512
 """The size in bytes of a record that a process group gathers."""
