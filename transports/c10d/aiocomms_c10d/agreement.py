@@ -3,11 +3,11 @@
 In gloo a mismatch would abort the process, hang or give wrong results. So every rank announces its call to every other
 rank. The data of a small collective travels inside the announcement.
 
-A large collective then runs on gloo's group, where *all ranks start the same ops in the same order*. A rank starts an
-op when it has the announcements of all ranks and has started all its earlier large calls. So each rank starts large ops
-in the order of its calls. Whether a call is large depends only on the agreed call, so all ranks decide this in the same
-way. Announcements do not use the group, and wait for no op. So every rank has started the first unfinished op, or can
-start this op. Ops cannot deadlock, and gloo cannot match an op with a different op.
+After the announcements, a large collective runs on gloo's group, where *all ranks start the same ops in the same
+order*. A rank starts an op when it has the announcements of all ranks and has started all its earlier large calls. So
+each rank starts large ops in the order of its calls. Whether a call is large depends only on the agreed call, so all
+ranks decide this in the same way. Announcements do not use the group, and wait for no op. So every rank has started the
+first unfinished op, or can start this op. Ops cannot deadlock, and gloo cannot match an op with a different op.
 
 When a rank loses the communicator, the program of this rank may reuse its tensors at once. At this time, gloo may still
 be sending the tensors. So a large call completes only when gloo is done with the call on every rank. A rank that has
@@ -46,7 +46,10 @@ This limit applies only to ops for which the group would move fewer bytes than t
 _AHEAD: Final = 2**20
 """The largest number of collectives by which one rank may be ahead of another rank."""
 _BLAME_PEER: Final = 1.0
-"""The seconds to wait for the report of a lost peer before a failure of gloo is reported."""
+"""The seconds from a failure of gloo to its report.
+
+If the connection to a lost peer reports the cause in this time, the failure of gloo is not reported.
+"""
 
 
 class _Announcement(NamedTuple):
@@ -250,7 +253,10 @@ class Agreement:
         return others == 0 or nbytes <= (min(INLINE, _SPREAD // others) if plan.spread else INLINE)
 
     def _start_agreed(self) -> None:
-        """Pass agreed large calls in order to the thread that starts them, up to the first call without agreement."""
+        """Pass the agreed large calls to the thread that starts them, in the order of the calls.
+
+        Stop at the first large call on which the ranks have not agreed yet.
+        """
         while self._large and self._large[0].agreed:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="aiocomms c10d collectives", daemon=True)

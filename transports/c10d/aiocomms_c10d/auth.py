@@ -97,7 +97,8 @@ def stop_listening(written: bytes) -> None:
     Only gloo can close this socket, but a socket filter can make the socket drop new connections. Existing connections
     are not affected.
 
-    :param written: the bytes that gloo has written to the store. They contain gloo's address in the kernel's format.
+    :param written: the bytes that gloo has written to the store. These bytes contain gloo's address in the kernel's
+        format.
     """
     drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # the BPF program "return 0"
     program = struct.pack("HP", 1, ctypes.addressof(drop_all))

@@ -31,14 +31,14 @@ class C10dCall:
     nbytes: int = 0
     """The largest number of bytes that one rank sends to another rank, as far as this rank knows."""
     sizes: tuple[int, ...] = ()
-    """The numbers of bytes that this rank sends to each rank, and then the numbers that it expects from each rank.
+    """The byte counts that this rank sends to each rank, followed by the byte counts expected from each rank.
 
     The tuple is empty if the ranks' sizes cannot differ.
     """
     spread: ClassVar[bool] = False
     """True if announcements of the op move more bytes than the group would move.
 
-    Then the limit for small calls is lower.
+    For such an op, the limit for small calls is lower.
     """
 
     def __init__(self, op: Any, rank: int, size: int) -> None:
@@ -145,7 +145,8 @@ class _Reduce(_AllReduce):
 class _Scan(_AllReduce):
     """A prefix reduction: a rank's result combines the tensors of the ranks up to this rank, in rank order.
 
-    In a large call, rank ``r`` computes piece ``r`` of every rank's result, and sends the pieces to these ranks.
+    In a large call, rank ``r`` computes piece ``r`` of every rank's result, and sends each piece to the rank of the
+    result.
     """
 
     def part(self, dst: int) -> Tensor | None:

@@ -91,7 +91,7 @@ class ControlConnection:
         return work
 
     def receive_data(self, tensor: Tensor) -> Any:
-        """Start to receive a large message's bytes. Messages arrive in the order of these calls.
+        """Start to receive a large message's bytes. The calls receive the messages in the order of the peer's sends.
 
         :returns: the receive, which has a ``wait`` method.
         :raises RuntimeError: the peer is lost.

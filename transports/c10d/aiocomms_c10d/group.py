@@ -1,4 +1,4 @@
-"""The collectives of a ``torch.distributed`` process group. A call starts a collective. A future reports the end."""
+"""The collectives of a ``torch.distributed`` process group. Each call starts a collective, and returns a work."""
 
 from __future__ import annotations
 

@@ -2,12 +2,12 @@
 
 A small message is sent with its header (eager), and the receiver keeps the message until a receive takes it. A large
 message is first announced (rendezvous), and later sent into the tensor of the matching receive. If the message comes
-after the receive, the reader's thread makes the match. Otherwise the event loop's thread makes the match. So a match
-does not wait for an event loop that is busy.
+after the receive, the reader's thread makes the match. Otherwise the event loop's thread makes the match. So a message
+that comes after its receive is matched even while the event loop is busy.
 
 When a sender abandons the communicator, the sender's program may reuse the tensor at once. At this time, gloo may still
-be sending the tensor. So a frame after the bytes confirms that the bytes are valid. Without this frame, a receive stays
-pending until the communicator ends.
+be sending the tensor. So after the bytes, the sender sends a frame, which confirms that the bytes are valid. Until this
+frame arrives, the receive stays pending. If the frame never arrives, the receive ends with the communicator.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Key = tuple[int, int]
 """The channel and the tag of a message."""
 
 _CREDIT: Final = 1024 * 1024
-"""The largest number of bytes of unmatched small messages that a receiver keeps.
+"""The largest number of bytes of unmatched small messages that a receiver keeps for one sender.
 
 Beyond this limit, the sender announces all messages.
 """
@@ -53,7 +53,7 @@ _OVERHEAD: Final = 256
 """The number of bytes of memory that a stored message needs in addition to its payload."""
 
 _PENDING = object()
-"""The outcome of an op that is not complete yet."""
+"""The value that marks the outcome of an op as not known yet."""
 
 
 class PeerMatcher:
@@ -129,7 +129,7 @@ class PeerMatcher:
     def take(self, op: ops.Take, work: Completion) -> None:
         """Take the oldest matching message if there is one.
 
-        Until the peer closes, only this thread removes messages.
+        Until the peer closes, only the thread that calls this method removes messages.
         """
         if (op.channel, op.tag) in self._unexpected:
             self.recv(op, work)
@@ -172,7 +172,7 @@ class PeerMatcher:
     # --------------------------------------------------------------------------------------- on the reader's thread
 
     def handle(self, frame: C10dFrame) -> None:
-        """Act on a frame of the peer.
+        """Process a frame that the peer has sent.
 
         :raises ProtocolError: the frame is invalid.
         """

@@ -29,13 +29,13 @@ from aiocomms_c10d.wire import C10dFrame, C10dHeader
 _ABORT_PATIENCE: Final = 2.0
 """The largest number of seconds for sending the reason of an abort to all peers.
 
-If a connection breaks before the peer has received the reason, the peer considers this rank dead. Sending takes this
-long only if a peer does not read.
+If a connection breaks before the peer has received the reason, the peer considers this rank dead. Sending takes the
+whole time only if a peer does not read.
 """
 _GOODBYE: Final = 2.0
 """The time limit, in seconds, for all peers to confirm that they have received all frames.
 
-The event loops of the peers need not run for this.
+The peers confirm this even if their event loops do not run.
 """
 
 _RELEASE: Final = 1.0

@@ -23,10 +23,10 @@ EAGER, RTS, CTS, DATA, VOID, DONE, CREDIT, CALL, LANDED, ABORT, BYE, BYE_ACK, AC
 """The kinds of frames.
 
 EAGER contains a message with its payload. A large message is announced (RTS), requested (CTS), sent (DATA), invalidated
-while it is being sent (VOID), and received (DONE). CREDIT permits more bytes of eager messages. CALL is one rank's
-announcement of a collective. LANDED reports that gloo is done with the sender's tensors. ABORT ends the communicator
-with a reason. BYE ends the communicator without a reason, and BYE_ACK confirms a BYE. ACK has the number of frames that
-have arrived. NOTE is a note from one rank's core to another rank's core.
+while it is being sent (VOID), and received (DONE). CREDIT permits the receiver of this frame to send more bytes of
+eager messages. CALL is one rank's announcement of a collective. LANDED reports that gloo is done with the sender's
+tensors. ABORT ends the communicator with a reason. BYE ends the communicator without a reason, and BYE_ACK confirms a
+BYE. ACK confirms that a number of frames have arrived. NOTE is a note from one rank's core to another rank's core.
 """
 
 INLINE: Final = 64 * 1024
