@@ -9,7 +9,10 @@ from aiocomms_ucx.status import found
 
 
 def post_arrival(transport: Member, op: ops.Probe | ops.Take, work: Completion) -> None:
-    """Pass a probe or a non-blocking receive to the engine. Complete the op if it is done at once."""
+    """Pass a probe or a non-blocking receive to the engine.
+
+    Complete the op if the engine reports at once that the op is done.
+    """
     engine, ticket, group = transport.engine, id(work), transport.group
     if isinstance(op, ops.Probe):
         seen = engine.probe(ticket, group, op.src, op.channel, op.tag, not op.more)

@@ -110,7 +110,7 @@ class Ranks(msgspec.Struct, frozen=True):
     in_place: bool
     """True if the ranks of this host read large parts of collectives directly from other ranks' tensors.
 
-    The value is the same on all these ranks.
+    The value is the same on all ranks of this host.
     """
 
     def some(self, ranks: Sequence[int]) -> Ranks:
@@ -129,7 +129,7 @@ async def shared_engine(
 ) -> AsyncIterator[tuple[SharedEngine, Ranks]]:
     """Connect to the other ranks with a new engine or an endpoint's engine. All ranks must call this function.
 
-    Within this context, the caller adds a communicator to the engine.
+    In the body of the ``async with`` statement, the caller adds a communicator to the engine.
 
     :param cuda: the GPU whose memory the engine sends and receives; None for CPU memory.
     :param memory: the number of UCX's memory type for the GPU's memory.
@@ -164,7 +164,7 @@ async def shared_engine(
 async def _connected(
     rendezvous: Rendezvous, gate: Gate, listeners: Sequence[socket.socket]
 ) -> Mapping[int, socket.socket]:
-    """Connect to the other ranks. If this is cancelled, the thread that connects ends, and closes its connections."""
+    """Connect to the other ranks. After a cancellation, the connecting thread ends, and closes its connections."""
 
     def connect() -> dict[int, socket.socket]:
         return gate.run(listeners, _SHARE * rendezvous.left())
@@ -249,7 +249,7 @@ def _closed(rank: int, hellos: Sequence[EngineHello]) -> str:
 
 
 class _Kept:
-    """The engine of an endpoint's communicators."""
+    """The engine that all communicators of an endpoint share."""
 
     def __init__(self) -> None:
         self.opening = anyio.Lock()
@@ -308,7 +308,7 @@ def _place(rank: int, hellos: Sequence[EngineHello], shared: SharedEngine | Comm
 def _reads_in_place(rank: int, hellos: Sequence[EngineHello]) -> bool:
     """Return whether ranks of this host should read large parts directly from other ranks' tensors.
 
-    Only the host's first rank decides this. The result on the other ranks is False.
+    Only the first rank of the host decides this. On the host's other ranks the result is False.
     """
     here = [peer for peer, hello in enumerate(hellos) if hello.host == hellos[rank].host]
     if here[0] != rank or len(here) == 1:

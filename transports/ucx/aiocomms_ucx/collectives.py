@@ -83,7 +83,7 @@ START: Final[dict[type[ops.Op], tuple[Start, int]]] = {cls: (_START[cls.kind], F
 
 
 def describe(op: Any) -> str:
-    """Return a description of a rank's call, for the error on ranks that call a different collective."""
+    """Describe a rank's call for the errors of other ranks whose calls differ from this call."""
     name, *rest = op.signature()
     if isinstance(op, ops.AllToAllSingle):
         rest.append(tuple(op.input.shape))

@@ -1,4 +1,7 @@
-"""The transport for GPU memory. The engine gets an op when the GPU has finished all work queued before the op."""
+"""The transport for GPU memory.
+
+The engine gets an op after the GPU has finished all work that precedes the op in the caller's stream.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ If the GPU is idle, the polls of ``post`` are enough.
 
 
 class _Waiting:
-    """An op that the engine does not have yet."""
+    """An op that the transport has not passed to the engine yet."""
 
     __slots__ = ("behind", "fired", "op", "work")
 
@@ -77,7 +80,7 @@ class CudaUcxTransport(UcxTransport):
         self.completions = Completions(self.cuda, self._waker.wake, TURNS, self)
         self._queue: deque[_Waiting] = deque()
         self._behind: list[_Waiting] = []
-        """The ops that have left the queue and wait for copies."""
+        """The ops that have left the queue, and wait until the GPU has finished copies for windows."""
         self._asked: deque[Callable[[], object]] = deque()  # calls from other threads
         super().__init__(shared, ranks)
         for fd in (self.engine.fileno(), self._waker.fileno()):
@@ -176,7 +179,10 @@ class CudaUcxTransport(UcxTransport):
         return did
 
     def _post_told(self) -> bool:
-        """Pass the ops whose copies the GPU has made to the engine, in the order of the calls."""
+        """Pass ops to the engine after the GPU has made the copies for which these ops wait.
+
+        The engine gets these ops in the order of the calls.
+        """
         due = [waiting for waiting in self._behind if waiting.behind <= self._windows.copies.made]
         for waiting in due:
             if waiting in self._behind:  # an earlier pass of this loop may have passed this op

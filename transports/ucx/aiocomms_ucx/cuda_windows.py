@@ -24,7 +24,7 @@ from aiocomms_ucx.member import Member
 from aiocomms_ucx.windows import WindowHandle, WindowPart, Windows
 
 _LAST_COPIES: Final = 1.0
-"""The time, in seconds, for which the end of a communicator waits for running copies.
+"""The maximum time, in seconds, for which the end of a communicator waits for running copies.
 
 Only a communicator that is lost can have running copies when it ends.
 """
@@ -190,8 +190,8 @@ class CudaWindows(Windows):
     def begin(self, op: ops.Op, work: Completion) -> bool:
         """Begin an op as a copy by the GPU, if this is possible.
 
-        :returns: True if the GPU copies. The op is complete when the copy has ended. For a put with a signal,
-            :meth:`post` must also send the signal later.
+        :returns: True if the GPU executes the op as a copy. The op completes when the copy has ended. For a put with a
+            signal, :meth:`post` sends the signal later.
         :raises CommError: the op cannot begin.
         """
         part = self._mapped(op) if isinstance(op, (ops.Put, ops.Get)) else None
@@ -331,7 +331,7 @@ class CudaWindows(Windows):
             reached.release()
 
     async def end(self) -> None:
-        """Wait for running copies, for a limited time.
+        """Wait for running copies, at most :data:`_LAST_COPIES` seconds.
 
         The time is limited because work on a stream of the program may block the copies.
         """

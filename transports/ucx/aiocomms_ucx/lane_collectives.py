@@ -62,13 +62,13 @@ class LaneCollectives:
     def _follow(self, work: Completion, lane: int) -> None:
         """Keep a reference to a collective that the engine now executes.
 
-        Handle failures and outcomes since the call.
+        Also handle the failures and outcomes that have occurred since the call.
         """
         self._keep(work, lane)
         self.look_after(lane)
 
     def look_after(self, lane: int) -> None:
-        """Handle failures and outcomes since the engine got a collective.
+        """Handle the failures and outcomes that have occurred since the engine got a collective.
 
         This object already has a reference to the collective.
         """
@@ -143,7 +143,7 @@ class LaneCollectives:
     def disagrees(self, rank: int, lane: int) -> None:
         """Describe this rank's call in a lane, because another rank's call differs.
 
-        That rank also describes its call.
+        The other rank also sends a description of its call.
         """
         self._disagreeing[lane] = rank
         self._tell(lane, again=False)
@@ -159,7 +159,8 @@ class LaneCollectives:
     def reconsider(self) -> None:
         """Check again all lanes in which the ranks' calls differ.
 
-        A rank has closed the communicator, and its description of a call may never arrive.
+        This method is called after a rank has closed the communicator, because a description from that rank may never
+        arrive.
         """
         for lane in list(self._disagreeing):
             self._reconsider(lane)

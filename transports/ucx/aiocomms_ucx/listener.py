@@ -1,4 +1,4 @@
-"""A thread that receives other ranks' notes to this rank's core. The event loop may be busy when a note arrives."""
+"""A thread that receives other ranks' notes to this rank's core, even while the event loop is busy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Listener:
         """Start the thread.
 
         :param fd: the eventfd, which this method duplicates.
-        :param hear: a bound method.
+        :param hear: the bound method that the thread calls.
         :raises RuntimeError: no thread can be started.
         :raises OSError: the process has no free descriptor.
         """

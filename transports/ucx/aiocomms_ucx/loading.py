@@ -37,7 +37,7 @@ _REGISTER_NOTHING: Final = ("libuct_cma", "libucx_perftest", "libucx_perftest_cu
 _OF_CUDA: Final = ("libuct_cuda", "libucm_cuda")
 """The UCX modules that cannot be loaded without the library of CUDA's driver."""
 _LIBRARIES: Final = ("libucs", "libucs_signal", "libuct", "libucp")
-"""The libraries that the wheel loads, in the wheel's order."""
+"""The libraries of UCX that the wheel loads, in the order in which the wheel loads them."""
 _SYSTEM: Final = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
 _CHOSEN: Final = (_SYSTEM, "UCX_MODULE_DIR")
 """The environment variables by which a user can make UCX load modules that are not in the wheel."""

@@ -1,8 +1,8 @@
 """The opening of a communicator: the ranks share memory on each host, and test whether they can exchange messages.
 
 Each pair of ranks exchanges a message of each kind before the user's first message. So a fault in the environment of a
-rank is found while the communicator forms, and all ranks report the fault. Then the fault does not look like the death
-of a rank.
+rank is found while the communicator forms, and all ranks report the fault. Without these messages, the fault could
+later look like the death of a rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ With smaller elements, torch would use threads that spin on all cores.
 _ALL: Final = 16
 """The largest number of ranks with which all pairs exchange test messages.
 
-If there are more ranks, only pairs whose rank numbers differ by a power of two exchange test messages.
+If there are more ranks, only pairs whose rank numbers differ by a power of two, modulo the number of ranks, exchange
+test messages.
 """
 _MOST_HERE: Final = 2048
 """The largest number of ranks of one host.
@@ -119,9 +120,9 @@ def check_crowd(hosts: Sequence[str]) -> None:
 
 
 def _create(rank: int, here: list[int], pooled: bool) -> tuple[int, str]:
-    """Create the memory that the ranks of this host share if this rank is the host's first rank.
+    """Create this host's shared memory, but only on the first rank of the host.
 
-    :returns: a descriptor of the memory, or -1; and the text of a failure, or an empty text.
+    :returns: the descriptor of the memory (-1: none), and the text of a failure (empty: no failure).
     """
     if here[0] != rank or len(here) == 1:
         return _NONE, ""
@@ -251,7 +252,10 @@ def _filled(nbytes: int, word: int) -> torch.Tensor:
 
 
 def _partners(rank: int, size: int) -> list[int]:
-    """Return the ranks with which a rank exchanges test messages. The relation is symmetric."""
+    """Return the ranks with which a rank exchanges test messages.
+
+    These ranks also exchange test messages with this rank.
+    """
     if size <= _ALL:
         return [peer for peer in range(size) if peer != rank]
     steps = [1 << n for n in range((size - 1).bit_length())]

@@ -41,18 +41,18 @@ class Member(Protocol):
         """Return whether a rank is on another host."""
 
     def ends_soon(self, peer: int | None) -> bool:
-        """Return whether the communicator will soon end.
+        """Return whether the communicator will soon end because of a peer on this host.
 
-        The reason is that a peer on this host has died, or that the communicator is lost on the peer.
+        The communicator ends soon if that peer has died or has lost the communicator.
         """
 
     def hand_over(self, op: ops.Op, work: Completion) -> float | None:
         """Post an op to the engine at once."""
 
     def follow(self, work: Completion, done: bool) -> None:
-        """Complete an op that the engine has got if the op is done.
+        """Complete an op of the engine if the op is already done.
 
-        Otherwise, keep a reference to the op until it is done.
+        Otherwise, keep a reference to the op until the op is done.
         """
 
     def hold(self, whether: bool) -> None:
@@ -62,7 +62,7 @@ class Member(Protocol):
         """
 
     def follow_collective(self, work: Completion, done: bool) -> None:
-        """Give a number to a collective that the engine has got, then do the same as :meth:`follow`."""
+        """Give a number to a collective of the engine, and then handle the collective as in :meth:`follow`."""
 
     def tell_all(self, frame: Callable[[int], wire.Frame]) -> None:
         """Send a frame to all ranks.

@@ -88,7 +88,7 @@ class Sharer(Protocol):
     def left(self, rank: int, collectives: int) -> None:
         """Handle the close of this communicator by another rank.
 
-        :param collectives: the number of collectives that the other rank had done before the close.
+        :param collectives: the number of collectives that had ended on the other rank before the close.
         """
 
     def disagrees(self, rank: int, index: int) -> None:
@@ -101,14 +101,16 @@ class Sharer(Protocol):
 Entry = tuple[Finisher, Completion, int, Kept | None]
 """The record of a pending op: the op's finisher, its work, a number, and the object that keeps its memory.
 
-The number is that of the collective, or that of the collective's lane.
+For a collective in a lane, the number is the lane's number. For any other collective, it is the number of the
+collective. For all other ops, it is -1.
 """
 
 
 def kept(work: Completion) -> Kept:
     """Return an object that keeps the memory of an op's tensors at its address, because the engine uses the memory.
 
-    The program then cannot resize the storage. If the program moves a tensor to other memory, the old memory stays.
+    While the object exists, the program cannot resize the storage. If the program gives a tensor other memory, the old
+    memory stays allocated.
     """
     op = work.op
     return Kept([tensor for _, tensor in op.reads() + op.writes()])
@@ -167,7 +169,7 @@ class SharedEngine:
     def lasts(self) -> bool:
         """True while new communicators may share the engine.
 
-        The engine must not have failed, and must have disconnected from few peers.
+        The engine must not have failed, and must have disconnected from fewer than :data:`_MOST_PARTED` peers.
         """
         return not (self._retired or self._closed) and self._parted < _MOST_PARTED
 
@@ -204,8 +206,8 @@ class SharedEngine:
     def progress(self) -> bool | None:
         """Make progress, and handle the engine's outcomes and notices.
 
-        :returns: True if there were outcomes or notices. If there were none, None if the engine's own thread continues
-            the work, and otherwise False.
+        :returns: True if there were outcomes or notices. Otherwise, None if the engine's own thread continues the work,
+            or False if it does not.
         """
         happened = self.engine.progress()
         if happened is None:

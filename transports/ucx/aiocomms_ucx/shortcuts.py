@@ -1,7 +1,4 @@
-"""The part of shortcuts that belongs to the transport.
-
-Shortcuts are native code of the engine that starts plain ops.
-"""
+"""The transport's part of the shortcuts. A shortcut is native code of the engine that starts an op."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ KINDS: Final[dict[str, tuple[type[ops.Op], int]]] = {cls.name: (cls, FORMS.get(c
 
 
 def _operators() -> list[tuple[object, int, int]]:
-    """Return the operators without a factor. The default operator is first.
+    """Return the reduction operators that have no factor. The default operator is first.
 
     :returns: for each operator, the operator itself, its number in the engine, and a bit mask of its dtypes.
     """
@@ -91,7 +88,9 @@ class Hastened(NativeTransport):
             self._native.held = whether
 
     def look_after(self, index: int) -> None:
-        """Handle outcomes since the engine got an op. The transport already has a reference to the op.
+        """Handle the outcomes that have occurred since the engine got an op.
+
+        The transport already has a reference to the op.
 
         :param index: the op's number among the collectives; -1 if the op is no collective.
         """

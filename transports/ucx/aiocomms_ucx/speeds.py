@@ -31,9 +31,10 @@ _LONGEST: Final = 4096
 The file of speeds has some 200 bytes.
 """
 _HARDLY_SLOWER: Final = 1.25
-"""The factor by which a direct read may take longer than the copies. If the read takes longer, ranks use slots.
+"""The largest ratio of a direct read's time to the time of two copies at which ranks still read directly.
 
-A direct read needs no rounds of slots, and the processor's cache may already contain the part.
+Above this ratio, ranks copy through slots of shared memory. The ratio is greater than 1 because a direct read needs no
+rounds of slots, and the processor's cache may already contain the part.
 """
 
 _Nanoseconds = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
@@ -45,7 +46,7 @@ class Speeds(msgspec.Struct, frozen=True):
     processor: str
     system: str
     version: str
-    """The version of this package, because another version may measure other times."""
+    """The version of this package. Another version may measure other times."""
     read: _Nanoseconds
     """The time, in nanoseconds, in which the kernel reads the bytes directly from the other process."""
     copied: _Nanoseconds
@@ -77,7 +78,7 @@ def find() -> Found:
 
 
 def describe() -> dict[str, str]:
-    """Return the lines that ``aiocomms info`` prints about the speeds."""
+    """Return the lines with which ``aiocomms info`` describes the speeds."""
     speeds, origin = find()
     what = f"parts of {MEASURED_BYTES // 1024} KiB"
     if speeds is None:

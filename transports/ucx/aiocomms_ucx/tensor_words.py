@@ -1,4 +1,4 @@
-"""The offsets of memory words in a tensor. Native code reads these words to avoid three calls of torch.
+"""The offsets of two memory words of a tensor. Native code reads the words instead of calling torch three times.
 
 Each call of ``is_neg()``, ``is_conj()`` and ``requires_grad`` takes some 100 ns. Torch reads the answers from two words
 of the tensor's C++ object (``c10/core/TensorImpl.h``). One word is the set of the tensor's dispatch keys. The other
@@ -19,14 +19,14 @@ from aiocomms.lowlevel import unaffected
 from aiocomms.ops.buffers import arange, zeros
 
 WORDS = 24
-"""The number of words that are compared.
+"""The number of words of each ``TensorImpl`` that the search reads.
 
-With pointers of 8 bytes, every ``TensorImpl`` has at least this number of words.
+If a pointer has 8 bytes, every ``TensorImpl`` has at least this number of words.
 """
 
 
 class TensorWords(NamedTuple):
-    """The offsets of the words, in bytes, and the dispatch keys of a plain tensor."""
+    """The offsets at which native code finds a tensor's words, in bytes, and the dispatch keys of a plain tensor."""
 
     impl: int
     """The offset of the pointer to the C++ object in the Python object."""

@@ -190,9 +190,9 @@ class UcxTransport(LaneTransport, Hastened):
         self.lanes.forget(lane, rank)
 
     def follow(self, work: Completion, done: bool) -> None:
-        """Complete an op that the engine has got if the op is done.
+        """Complete an op of the engine if the op is already done.
 
-        Otherwise, keep a reference to the op until it is done.
+        Otherwise, keep a reference to the op until the op is done.
         """
         if done:
             return work.complete()
@@ -200,7 +200,7 @@ class UcxTransport(LaneTransport, Hastened):
         return self.look_after(PLAIN)
 
     def follow_collective(self, work: Completion, done: bool) -> None:
-        """Give a number to a collective that the engine has got. Then do the same as :meth:`follow`."""
+        """Give a number to a collective of the engine, and then handle the collective as in :meth:`follow`."""
         index = self.call_count.next()
         if done:
             return self.finish(work, index, DONE, 0, 0)
@@ -235,9 +235,9 @@ class UcxTransport(LaneTransport, Hastened):
             work.complete(found(work.op, a, b) if isinstance(work.op, ops.Probe) else OP_RESULT)
 
     def ends_soon(self, peer: int | None) -> bool:
-        """Return whether the communicator will soon end.
+        """Return whether the communicator will soon end because of a peer on this host.
 
-        The reason is that a peer on this host has died, or that the communicator is lost on the peer.
+        The communicator ends soon if that peer has died or has lost the communicator.
         """
         if peer is None or self.far(peer):
             return False
@@ -335,7 +335,7 @@ class UcxTransport(LaneTransport, Hastened):
     def left(self, rank: int, collectives: int) -> None:
         """Handle the close of this communicator by another rank.
 
-        :param collectives: the number of collectives that the other rank had done before the close.
+        :param collectives: the number of collectives that had ended on the other rank before the close.
         """
         self._left[rank] = collectives
         self.gone.add(rank)

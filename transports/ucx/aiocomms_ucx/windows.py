@@ -47,7 +47,7 @@ _PARTS: Final = ControlCodec[WindowPart](WindowPart, "the part of a window")
 
 
 class WindowHandle:
-    """One window, and the transport's state for it."""
+    """One window, and the data that the transport keeps for the window."""
 
     def __init__(self, number: int, tensor: Tensor) -> None:
         self.number = number
@@ -79,9 +79,10 @@ class Windows:
         self._handles: dict[int, WindowHandle] = {}
         self._opening: dict[int, WindowHandle] = {}  # the windows that are opening, by ticket
         self.behind: deque[Completion] | None = None
-        """The collectives that wait until an earlier close of a window is posted; None if no window waits to close.
+        """The collectives that wait until an earlier close of a window is posted; None if no close waits.
 
-        The close becomes a collective only after the window's one-sided operations have ended."""
+        A close is posted as a collective only after the window's one-sided operations have ended.
+        """
 
     def post(self, op: Any, work: Completion) -> None:
         """Start a one-sided operation, or the opening or closing of a window."""
@@ -118,7 +119,7 @@ class Windows:
     def finish(self, work: Completion, collective: bool, value: int) -> None:
         """Continue or complete an operation after one of its steps is done.
 
-        The operation has several steps or a value.
+        This method handles only operations that have several steps, or a value as their result.
         """
         op: Any = work.op
         if isinstance(op, ops.WindowOpen):
@@ -134,7 +135,7 @@ class Windows:
             self._post_behind()
 
     def withdraw(self, op: ops.WaitSignal, ticket: int) -> bool:
-        """Withdraw a wait. Return False if a signal has already ended the wait."""
+        """Withdraw a wait for a signal. Return False if a signal has already ended the wait."""
         transport = self._transport
         return transport.engine.cancel_wait(transport.group, op.window.handle.number, op.src, ticket)
 
@@ -339,7 +340,7 @@ class Windows:
 
 
 def open_segment(rank: int, pid: int, number: int) -> int:
-    """Open the memory that a host's ranks share for collectives, by a descriptor of another rank's process.
+    """Open the memory that a host's ranks share for collectives, through a descriptor of another rank's process.
 
     :raises PeerDiedError: the other process has ended.
     :raises ProtocolError: the descriptor belongs to a file, to memory of another user, or to memory that could be
