@@ -138,7 +138,10 @@ class MessageTruncatedError(CommError):
 
 
 class BufferBusyError(CommError):
-    """Raised in debug mode when a buffer still belongs to an unfinished operation. The communicator stays usable."""
+    """Raised in debug mode when a buffer of an operation is in use by another, unfinished operation.
+
+    The communicator stays usable.
+    """
 
 
 class ConcurrentCollectivesError(CommError):

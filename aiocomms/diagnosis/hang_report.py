@@ -41,7 +41,7 @@ def behind(late: Item, briefs: Mapping[int, Brief], silent: Collection[int], abs
     """Return the missing ranks that delay a collective, according to the reports of all ranks.
 
     A step of the collective may wait for rank A, although rank A has also called the collective. Rank A may itself wait
-    for rank B. Then only rank B is missing.
+    for rank B. In this case only rank B is missing.
 
     :param briefs: each rank's report on the rank's own ops, by rank.
     :param silent: the ranks that did not report in time.

@@ -1,8 +1,9 @@
 """The live view for ``aiocomms top``: programs of the same user can read the state of this process's communicators.
 
 While a communicator is open, a thread waits in ``accept`` on an abstract Unix socket. A client gets the content of
-every flight recorder, even while the event loop is blocked. The kernel must confirm that the client runs as the same
-user. The thread reads no data from the client. The socket's name is in ``/proc/net/unix`` until the process ends.
+every flight recorder, even while the event loop is blocked. Before the thread sends data, the kernel must confirm that
+the client runs as the user of this process. The thread reads no data from the client. While the socket is open,
+``/proc/net/unix`` lists the socket's name.
 """
 
 from __future__ import annotations

@@ -92,13 +92,15 @@ class Item(msgspec.Struct, omit_defaults=True):
     args: dict[str, int] = {}
     """The integer arguments of the op, such as peers and tag, by name."""
     collective: int | None = None
-    """The op's number among the collectives of its communicator, counted from 1. All ranks use the same number.
+    """The op's number among the collectives of its communicator, counted from 1.
+
+    A collective has the same number on all ranks.
 
     A collective in a lane has the number 0. The number is None if the op is not a collective, or if the recorder has
     already dropped the entry for the op's call.
     """
     bytes: int | None = None
-    """The size of the op's tensors, in bytes; None if it is unknown, for example if the op ended within its call."""
+    """The size of the op's tensors, in bytes; None if unknown, for example if the op ended within its call."""
     posted: Seconds | None = None
     """The time of the op's call; None if the op ended within its call."""
     finished: Seconds | None = None

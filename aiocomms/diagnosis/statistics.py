@@ -65,7 +65,9 @@ class Statistics(msgspec.Struct, frozen=True):
     issued: int
     """The number of ops that this rank has called."""
     collectives: int
-    """The number of collectives called outside lanes. The number is equal on all ranks that have made the same calls.
+    """The number of collectives called outside lanes.
+
+    Ranks that have called the same collectives have the same number.
     """
     in_lanes: int
     """The number of ops called in lanes."""

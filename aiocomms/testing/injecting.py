@@ -1,4 +1,4 @@
-"""The layer between a communicator and its transports, which injects faults.
+"""The layer that injects faults into the ops between a communicator and its transports.
 
 A transport starts ops only in its ``post``, so this layer wraps ``post``. Native shortcuts (native methods that start
 an op) would bypass the layer. These shortcuts are off while a hook is registered, so the layer registers a hook.

@@ -1,4 +1,4 @@
-"""The statistics of a communicator. Their numbers must be correct with every transport."""
+"""The statistics of a communicator. The statistics must be correct with every transport."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class SimulatedWorld(Clockwork):
         return process
 
     def left(self, process: Process) -> None:
-        """Record that a process has ended by itself."""
+        """Record that a process has ended, and was not killed."""
         process.end()
         self._living -= 1
         self.note(process, "ends")
@@ -242,7 +242,7 @@ class SimulatedWorld(Clockwork):
         self.network.cut_between(one, other)
 
     def _check_ranks(self, **ranks: int) -> None:
-        """Check that the ranks exist, and that they differ.
+        """Check that all given ranks exist, and that no two of them are equal.
 
         :raises ArgumentError: a rank is wrong.
         """
