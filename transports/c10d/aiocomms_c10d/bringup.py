@@ -102,7 +102,7 @@ async def open_gloo(rendezvous: Rendezvous, adopt: bool) -> tuple[Any, bool]:
 def listen_on(hellos: Sequence[bytes], store: Store | None) -> str:
     """Return the address on which this rank listens.
 
-    The address is loopback if all ranks share a host. Otherwise, the other hosts can reach the address.
+    If all ranks share a host, the address is loopback. If not, it is an address that the other hosts can reach.
 
     :param hellos: the :func:`hello` of every rank.
     :param store: the store through which the ranks met. All ranks can reach the store's host.

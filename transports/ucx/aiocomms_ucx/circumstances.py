@@ -78,7 +78,7 @@ def _cores_worth(limit: Path) -> float:
 
 
 def _next_descriptor(most: int) -> int:
-    """Return the number of the next descriptor, which is the lowest free one."""
+    """Return the number of the next descriptor, which is the lowest free number."""
     try:
         fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -227,7 +227,7 @@ class CudaUcxTransport(UcxTransport):
     async def aclose(self) -> None:
         """See :meth:`Transport.aclose`.
 
-        This drops ops that the engine does not have, because their tensors are not in use.
+        This method drops the ops that were not passed to the engine, because the tensors of these ops are not in use.
         """
         self._queue.clear()
         self._behind.clear()

@@ -56,7 +56,7 @@ class WindowHandle:
         self.mapped: dict[int, Tensor] = {}
         """The parts whose memory this process maps, by rank."""
         self.exchange: tuple[Tensor, Tensor] | None = None
-        """This rank's record and all ranks' records, while the window opens."""
+        """The record of this rank and the records of all ranks; None except while the window opens."""
         self.kept: Kept | None = None
         """The object that keeps this rank's part in place; None before the window opens and after it is closed."""
 
