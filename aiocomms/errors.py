@@ -317,10 +317,10 @@ class LeaseError(CommError):
 class MoveLostError(CommError):
     """Raised on every source rank when ``Source.move`` of :mod:`aiocomms.resharding` fails because a rank is lost.
 
-    The same error is raised if a rank closes, aborts or cancels its part in the move, or if ``convert`` raises. The
-    error's message names the rank that was lost or has failed. The ``open`` of a source or target raises this error if
-    another rank's ``open`` has failed. ``Target.step`` and ``Target.pin`` raise this error if the target has no current
-    version.
+    The same error is raised if a rank closes, aborts or cancels its part in the move, or if ``convert`` raises an
+    error. The error's message names the rank that was lost or has failed. The ``open`` of a source or target raises
+    this error if another rank's ``open`` has failed. ``Target.step`` and ``Target.pin`` raise this error if the target
+    has no current version.
 
     The target keeps its old version. A communicator of the move stays usable, unless that communicator itself is lost.
     """

@@ -237,9 +237,9 @@ class Objects(Issuer):
     device and Size. The encoded object, including its tensors, may have at most
     :data:`aiocomms.ops.codec.MAX_OBJECT_BYTES` bytes. Tensors in the object must not be changed until the work is done.
     All other values in the object may be changed as soon as the call returns. Large tensors and ``bytes`` values are
-    sent directly from the memory of the given object. They are received directly into the memory of the result. A
-    tensor on a GPU arrives on the device of the receiver's communicator if this device is a GPU. Any other tensor
-    arrives on the CPU.
+    sent directly from the memory of the given object. The receiving rank writes these values directly into the memory
+    of the result. A tensor on a GPU arrives on the device of the receiver's communicator if this device is a GPU. Any
+    other tensor arrives on the CPU.
 
     With ``pickle=True`` the object may be any object that ``pickle`` accepts. Unpickling runs code that the sender
     chooses, so all receivers must pass ``pickle=True``, too.

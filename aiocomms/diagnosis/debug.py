@@ -76,7 +76,10 @@ else:
     _Started = object  # A struct can have only one base with fields.
 
 _said: dict[str | tuple[str, type[Warning], int], int] = {}
-"""The registry in which :mod:`warnings` records earlier warnings. By default, ``warnings`` shows each warning once."""
+"""The registry in which :mod:`warnings` records earlier warnings.
+
+By default, ``warnings`` does not show a recorded warning again.
+"""
 
 
 class DebugWork(_Started):

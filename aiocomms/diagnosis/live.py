@@ -76,7 +76,7 @@ class Leaving(NamedTuple):
     def finish(self) -> None:
         """Wait for the end of the thread, and close the socket.
 
-        While the thread sends data to a client, the wait takes up to :data:`PATIENCE` seconds.
+        If the thread is sending data to a client, the wait takes up to :data:`PATIENCE` seconds.
         """
         try:
             self.stopped.acquire(timeout=PATIENCE)

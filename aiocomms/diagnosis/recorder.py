@@ -77,7 +77,8 @@ The end of an op adds another entry: the time of the end, or a tuple from :meth:
 Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
 """A time in seconds, from a file or from another process.
 
-The decoder checks these bounds, so that sums of times, and times in microseconds, are always finite.
+The decoder refuses times below -1e12 or above 1e12, so that sums of times, and times in microseconds, are always
+finite.
 """
 
 
@@ -221,7 +222,7 @@ class Look(NamedTuple):
     refused: set[int]
     """The sequence numbers of collectives that did not start.
 
-    The number of collectives does not include their calls.
+    The number of called collectives does not include these collectives.
     """
     issued: int
     calls: int

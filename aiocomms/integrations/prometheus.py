@@ -236,8 +236,8 @@ def instrument(
     """Export the metrics of a communicator, from this call until the communicator is closed.
 
     Call this function on the thread of the communicator's event loop. On any other thread the metrics lack the lateness
-    of the event loop. Programs usually call this function on another thread if they pass a portal or a blocking
-    communicator.
+    of the event loop. Programs that pass a portal or a blocking communicator usually call this function on another
+    thread.
 
     For a service, the metrics cover all plans since the service's start, and the service's current communicator, until
     the service ends. A connection between endpoints appears as a communicator of two ranks, whose name contains the

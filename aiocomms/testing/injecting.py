@@ -284,7 +284,7 @@ class Link:
 class Between:
     """The wrapper of one transport, through which a communicator posts its ops.
 
-    All other attributes are those of the transport.
+    Attributes that this class does not define are those of the transport.
     """
 
     link: Link

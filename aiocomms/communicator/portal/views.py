@@ -114,7 +114,7 @@ class BlockingStream(Handle, Generic[_T]):
 
         :param item: an item of the stream's type.
         :param timeout: the seconds to wait; None: no limit.
-        :raises TimeoutError: within ``timeout``, the other end got no free capacity, or did not receive the item.
+        :raises TimeoutError: ``timeout`` passed before the other end had free capacity and had received the item.
         """
         run(self._door, "send", lambda: self._stream.send(item), timeout)
 

@@ -87,7 +87,7 @@ class GroupComms:
     def on(self, device: torch.device, message: str | None = None) -> GroupSide:
         """Return the communicator for a GPU.
 
-        If this communicator is not open, this call opens it. Then all ranks must make the call.
+        If the communicator is not open yet, this call opens it. In that case, all ranks must make the call.
 
         :param message: the name of a point-to-point op, or None for a collective. A point-to-point op cannot open a
             communicator.

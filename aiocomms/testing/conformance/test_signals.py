@@ -90,7 +90,7 @@ async def test_each_wait_signal_takes_one_signal_of_its_rank(comm: Communicator,
 async def test_cancelled_or_late_wait_signal_is_withdrawn(comm: Communicator, case: Case) -> None:
     """A call of ``cancel``, a cancellation of the waiting task, and the deadline each withdraw a wait for a signal.
 
-    The next wait gets the signal that arrives later.
+    A signal that arrives after the withdrawal ends the next wait.
     """
     _, win = await window(comm, case, torch.int32, 1)
     if comm.rank == 0:
