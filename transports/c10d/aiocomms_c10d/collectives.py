@@ -25,7 +25,7 @@ class C10dCall:
     """One call of a collective on one rank.
 
     A small call uses :meth:`part` and :meth:`finish`, both on the event loop's thread. A large call uses :meth:`start`,
-    which may block its thread. It then uses :meth:`end`, on any thread.
+    which may block its thread, and later :meth:`end`, on any thread.
     """
 
     nbytes: int = 0

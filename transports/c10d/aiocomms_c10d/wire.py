@@ -137,7 +137,7 @@ def unpack(buffer: bytearray, tensor: Tensor) -> C10dFrame:
     """Read a frame.
 
     :param buffer: the memory with the received frame.
-    :param tensor: a tensor of the same memory.
+    :param tensor: a tensor over the memory of ``buffer``.
     :raises ProtocolError: the frame is invalid.
     """
     magic, version, *fields = _HEADER.unpack_from(buffer)
@@ -171,7 +171,7 @@ def flat(tensor: Tensor) -> Tensor:
 def pack_error(error: CommError, rank: int, call: int) -> Tensor:
     """Make the frame with the reason of this rank's abort, for a peer.
 
-    :param call: the number of the collective on which ranks disagree, or -1.
+    :param call: the number of the collective on which ranks disagree; -1 if there is none.
     """
     reason = Reason.of(error, rank)
     header = C10dHeader(ABORT, dtype=_REASONS.index(reason.error), tag=reason.peer, ident=call)

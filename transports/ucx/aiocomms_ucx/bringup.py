@@ -86,7 +86,7 @@ class EnginePlace(msgspec.Struct, array_like=True):
     in_place: bool = False
     """True if ranks of this host read large parts directly from other ranks' tensors.
 
-    Only the value of each host's first rank is used.
+    The ranks use only the value that the first rank of their host has sent.
     """
     other: int = -1
     """The number of the other rank's engine in this rank's engine, for a connection of an endpoint.
@@ -347,7 +347,7 @@ def _options(outside: str | None, *, gpu: bool) -> list[tuple[str, str]]:
     """Return UCX's settings. The user's environment variables have precedence.
 
     For an engine without GPU memory, UCX does not search for GPUs, because the search costs time and memory on each
-    GPU. UCX's transport sysv is disabled because other users of the user's group can read its segments.
+    GPU. UCX's transport sysv is disabled, because other members of the user's group could read the segments of sysv.
 
     If all ranks are on one host, the network is disabled, so UCX does not listen. If ``UCX_TLS`` names TCP
     nevertheless, UCX uses only the loopback interface, which other hosts cannot reach.

@@ -1,8 +1,8 @@
 """The opening of a communicator: the ranks share memory on each host, and test whether they can exchange messages.
 
-Each pair of ranks exchanges a message of each kind before the user's first message. So a fault in the environment of a
-rank is found while the communicator forms, and all ranks report the fault. Without these messages, the fault could
-later look like the death of a rank.
+Before the user's first message, pairs of ranks (see :data:`_ALL`) exchange a message of each kind. So a fault in the
+environment of a rank is found while the communicator forms, and all ranks report the fault. Without these messages, the
+fault could later look like the death of a rank.
 """
 
 from __future__ import annotations
