@@ -32,11 +32,11 @@ class Greeting(NamedTuple):
     """The content of the first message that each end of a stream sends to the other end."""
 
     tag: int
-    """The tag of the messages to this end."""
+    """The tag of the messages that the other end sends to this end."""
     capacity: int
-    """The number of messages that this end can hold."""
+    """The number of received messages that this end can buffer."""
     capacity_bytes: int
-    """The number of bytes that this end can hold. 0 means no limit."""
+    """The number of received bytes that this end can buffer. 0 means no limit."""
 
 
 def check(capacity: int, name: str, capacity_bytes: int | None) -> None:
@@ -72,7 +72,7 @@ def greet(mine: Greeting, kind: Kind[Any], name: str) -> bytes:
 def understand(greeting: bytes, peer: int, kind: Kind[Any], name: str) -> Greeting:
     """Parse and check the other end's greeting.
 
-    :raises ProtocolError: the other end has a different name or type of items, or a different protocol version.
+    :raises ProtocolError: the two ends have different stream names, item types or protocol versions.
     """
     _STREAMS.check(greeting, f"rank {peer}", peer)
     _, *told, digest, text, length, theirs = _GREETING.unpack(greeting)

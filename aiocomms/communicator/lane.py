@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from aiocomms.communicator.communicator import Communicator
 
 LONGEST = 60
-"""The maximum length, in characters, of a key that errors and records show unchanged."""
+"""The maximum length, in characters, of a key that errors and records show in full."""
 
 
 class _Current(NamedTuple):
-    """An entry for a ``with`` block: the lane that the block has made current, and the entry of the block around it."""
+    """An entry for a ``with`` block: the lane that the block makes current, and the entry of the enclosing block."""
 
     lane: Lane
     before: _Current | None
@@ -55,13 +55,13 @@ class Lane(PointToPoint, Collectives, Objects):
 
     Operations of a lane match only operations in lanes with the same key on the other ranks. Within a lane all ranks
     must call the same collectives in the same order. The lane's collectives run one after the other. Lanes with
-    different keys never wait for each other, even if ranks call their operations in different orders. After a failure
-    that loses the communicator, such as a missed deadline or a mismatch, all its lanes are lost.
+    different keys never wait for each other, even if the ranks call the lanes' operations in different orders. After a
+    failure that loses the communicator, such as a missed deadline or a mismatch, all the communicator's lanes are lost.
 
     ``with comm.lane(key):`` makes the lane current in this task, and in the tasks and threads that are started within
-    the block. Within the block, all collectives, messages and objects of the communicator run in the lane, such as
-    ``comm.all_reduce(x)``. An exception that leaves the block aborts the lane on all ranks, see :meth:`abort`.
-    Without the abort, the other ranks might wait for operations that this rank will never call.
+    the block. Within the block, all collectives, messages and objects of the communicator run in the lane. For example,
+    ``comm.all_reduce(x)`` runs in the lane. An exception that leaves the block aborts the lane on all ranks, see
+    :meth:`abort`. Without the abort, the other ranks might wait for operations that this rank will never call.
     """
 
     name: str
@@ -119,10 +119,10 @@ class Lane(PointToPoint, Collectives, Objects):
     def abort(self, reason: str | BaseException) -> None:
         """Abort the lane on every rank: its pending operations fail with :class:`LaneAbortedError`.
 
-        Every later operation with the same key fails, too, on all views, so use another key. The communicator and its
-        other lanes stay usable. A pending operation ends when the transport no longer uses the operation's tensors. Any
-        thread may call this method. A later call does not change the reason. The call does nothing if the communicator
-        is lost or closed.
+        All further operations with the same key also fail, on all views, so use another key. The communicator and its
+        other lanes stay usable. A pending operation fails when the transport no longer uses the operation's tensors.
+        Any thread may call this method. A second abort of the lane does not change the reason. The call does nothing if
+        the communicator is lost or closed.
 
         :param reason: the reason, which the errors on all ranks contain.
         """
@@ -137,9 +137,10 @@ class Lane(PointToPoint, Collectives, Objects):
             self._core.router.lane_aborts.give_up(*self._names(), why)
 
     async def aclose(self) -> None:
-        """Withdraw unmatched receives of the lane, and wait until its other operations have ended.
+        """Withdraw the lane's unmatched receives, and wait until the lane's other operations have ended.
 
-        The call is optional, because a lane has no resources to release. The other ranks get no notice. Idempotent.
+        The call is optional, because a lane has no resources to release. The call does not notify the other ranks.
+        Idempotent.
 
         :raises RuntimeError: the caller is not on the communicator's thread.
         """
@@ -178,7 +179,7 @@ class Lane(PointToPoint, Collectives, Objects):
         return number_of(self.key), str(self.key) if plain else arguments.short(self.key)
 
     def _begin(self) -> tuple[int, str]:
-        """Prepare the first op: store this lane's number and key, and listen for other ranks' aborts of lanes."""
+        """Prepare for the first op: store the lane's number and key, and start to receive notices of aborted lanes."""
         core, names = self._core, self._names()
         if get_ident() == core.thread and not core.ledger.refusing:
             core.router.lane_aborts.listen()
@@ -186,7 +187,7 @@ class Lane(PointToPoint, Collectives, Objects):
         return names
 
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:
-        """Issue an op as a communicator does, but give a collective no number."""
+        """Issue an op as a communicator does, but do not number a collective."""
         comm, core = self._comm, self._core
         number, words = self._known or self._begin()
         try:
@@ -218,7 +219,7 @@ class Lane(PointToPoint, Collectives, Objects):
         return self._seconds if timeout is COMM_TIMEOUT else arguments.deadline("timeout", timeout)
 
     def _refused(self, op: Op) -> Exception:
-        """Return the error for an op that cannot start now, or cannot start on this thread."""
+        """Return the error for an op that the lane refuses to start, or refuses to start on this thread."""
         core = self._core
         if core.ledger.refusing or get_ident() != core.thread:
             return core.life.refusal() or core.refused(op)

@@ -1,8 +1,8 @@
 """The messages of an object: a header of fixed size, the encoding, and one message for each large value.
 
 If the encoding is small, the header contains it. The encoding describes large tensors, bytes and strings, but does not
-contain their data. This data is sent from the memory of the values, and received into new memory; see
-:mod:`aiocomms.ops.apart`.
+contain their data. The sender sends this data directly from the memory of the values, and the receiver writes it into
+new memory; see :mod:`aiocomms.ops.apart`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Parcel:
         # These bytes are not copied: no other code has them.
         self.body: Tensor = crossing.to_tensor(b"" if inline else data, device)
         self.tensors: list[Tensor] = [item for item in items if isinstance(item, Tensor)]
-        """The program's tensors that are sent from their own memory."""
+        """The program's tensors that are sent separately."""
         self._device = device
         self._copied = False
         # A copy from a GPU starts now, in the order of the caller's stream. A thread makes a copy on the CPU.
@@ -68,7 +68,7 @@ class Parcel:
         return [apart.message(item, self._device) for item in self._items]
 
     def prepare(self) -> None:
-        """Copy the values that are not contiguous, or not on the communicator's device. The call blocks."""
+        """Copy each value that is not contiguous or is not on the communicator's device. The call blocks."""
         self._copied = True
         self._items = [apart.message(item, self._device) for item in self._items]
         if self._device.type != "cpu":
@@ -84,7 +84,7 @@ class Parcel:
         self._items = []
 
     def released(self) -> Steps:
-        """Yield the steps that free the copies, if there are any, after all messages have been sent."""
+        """Yield the steps to run after all messages have been sent: these steps free the copies."""
         if self._copied:
             yield [Offload(int)]  # One turn of the loop later no caller holds the last message.
             yield [Offload(self.let_go)]
@@ -133,7 +133,7 @@ class ArrivingObject:
 
     @property
     def settle(self) -> Callable[[], None] | None:
-        """The blocking function to call when all messages have arrived, or None if no call is needed."""
+        """The blocking function to call after all messages have arrived; None if there is nothing to do."""
         return self._landing.settle if self._landing.unsettled else None
 
     def settled(self) -> Steps:
@@ -155,7 +155,7 @@ class ArrivingObject:
 
 
 def own_copy(parcel: Parcel, arrival: ArrivingObject) -> Steps:
-    """Copy an object that a rank sends to itself. A copy is needed because the program may change the original."""
+    """Copy an object that a rank sends to itself, because the program may change the original."""
     arrival.body = parcel.body
     into = arrival.unpack()
     if into and into[0].device.type == "cpu":

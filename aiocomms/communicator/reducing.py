@@ -78,7 +78,7 @@ class Reducing(Issuer):
 
         MPI's ``Scan`` does the same.
 
-        On some transports a rank also waits for higher ranks.
+        On some transports, a rank's op completes only after higher ranks have called ``scan``.
 
         :param tensor: the tensor to reduce, of the same shape and dtype on all ranks.
         :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
@@ -103,9 +103,9 @@ class Reducing(Issuer):
         """Replace each rank's tensor by the reduction of the tensors of all lower ranks, as MPI's ``Exscan`` does.
 
         On rank 0 the result is the operator's neutral element. (In MPI the result is undefined.) The neutral element is
-        0 for SUM, PREMUL_SUM, BOR and BXOR, 1 for PRODUCT, and all bits set for BAND. For MIN it is the dtype's largest
-        value (floating point: infinity), and for MAX the smallest value (-infinity). AVG has no neutral element, so
-        rank 0 gets NaN.
+        0 for SUM, PREMUL_SUM, BOR and BXOR, 1 for PRODUCT, and all bits set for BAND. The neutral element of MIN is the
+        dtype's largest value (floating point: infinity). The neutral element of MAX is the dtype's smallest value
+        (floating point: -infinity). AVG has no neutral element, so rank 0 gets NaN.
 
         :param tensor: the tensor to reduce, of the same shape and dtype on all ranks.
         :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
@@ -132,7 +132,7 @@ class Reducing(Issuer):
 
         All tensors have the same shape.
 
-        :param output: the tensor to write: this rank's result. It may be ``inputs[rank]`` itself.
+        :param output: the tensor that receives this rank's result. ``output`` may be ``inputs[rank]`` itself.
         :param inputs: one tensor per rank.
         :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
@@ -156,8 +156,8 @@ class Reducing(Issuer):
     ) -> Work[Given]:
         """Reduce and scatter as :meth:`reduce_scatter` does; the tensors in a list may have different shapes.
 
-        :param output: the tensor to write: this rank's result. It may be ``inputs[rank]`` itself.
-        :param inputs: one tensor per rank, of the shape of that rank's output.
+        :param output: the tensor that receives this rank's result. ``output`` may be ``inputs[rank]`` itself.
+        :param inputs: one tensor per rank. Tensor ``r`` has the shape of rank ``r``'s ``output``.
         :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None means no deadline. The default is the communicator's timeout.
@@ -180,7 +180,7 @@ class Reducing(Issuer):
     ) -> Work[Given]:
         """Reduce every rank's input, and give rank ``r`` the ``r``-th of ``size`` equal chunks of the result.
 
-        :param output: the tensor to write: this rank's chunk. It may be chunk ``rank`` of ``input``.
+        :param output: the tensor that receives this rank's chunk. ``output`` may be chunk ``rank`` of ``input``.
         :param input: a tensor with ``size`` times the elements of ``output``.
         :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
@@ -195,7 +195,7 @@ class Reducing(Issuer):
 
 
 def _operator(comm: Issuer, name: str, op: object) -> ReduceOp:
-    """Parse the operator that a caller passed to the method ``name``. The operator is not a :class:`ReduceOp` yet."""
+    """Parse an operator that is not a :class:`ReduceOp`. A caller passed the operator to the method ``name``."""
     try:
         return ReduceOp.parse(op)
     except ArgumentError as error:

@@ -1,4 +1,4 @@
-"""The base class of the objects for which threads wait by means of a portal, and the *bells* that wake the threads."""
+"""The base class of a portal's works and calls, and the *bells* that wake the waiting threads."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ LOOK = 1.0
 """The interval in seconds at which a waiting thread checks whether the event loop can still wake the thread."""
 
 _ending: list[int] = []
-"""The identifiers of the threads that have begun to end the interpreter; empty while the interpreter runs."""
+"""The identifiers of the threads that have begun to shut down the interpreter; empty before the shutdown."""
 
 
 def stand_still() -> None:
-    """Record that this thread ends the interpreter.
+    """Record that this thread shuts down the interpreter.
 
     From now on all other waiting threads, which are daemon threads, stay blocked.
     """
@@ -29,7 +29,7 @@ def stand_still() -> None:
 
 
 class EndBell(Protocol):
-    """A bell that wakes a thread, or calls a callback, when a :class:`Pending` object has ended."""
+    """A bell that wakes a thread or calls a callback when a :class:`Pending` object completes."""
 
     def release(self) -> object:
         """Ring the bell. The owner of the bell calls this method once."""
@@ -52,7 +52,7 @@ class _Callback:
 
 
 class Pending(Handle):
-    """The base class of an object that ends on the event loop's thread. Other threads wait for its end."""
+    """The base class of works and calls that complete on the event loop's thread while other threads wait."""
 
     __slots__ = ("_bells", "_door", "_over")
 
@@ -62,7 +62,7 @@ class Pending(Handle):
         self._bells: list[EndBell] = []  # Each waiting thread and each callback has a bell.
 
     def _block(self, patience: float | None) -> bool:
-        """Block this thread until the object has ended or the time is over. Return whether the object has ended.
+        """Block this thread until the object completes or ``patience`` ends. Return whether the object has completed.
 
         :param patience: the largest number of seconds to wait. None: no limit.
         """
@@ -86,13 +86,13 @@ class Pending(Handle):
         return self._over
 
     def add_done_callback(self, call: Callable[[], object]) -> None:
-        """Call ``call()`` once when the object ends, on the thread that ends it.
+        """Call ``call()`` once when the object completes, on the thread that completes the object.
 
-        If the object has already ended, call ``call()`` immediately.
+        If the object has already completed, call ``call()`` immediately.
 
         Any thread may use this method. ``call`` must not block. If ``call`` raises an exception, the event loop reports
-        the exception. The caller counts as a thread that waits for the object. So if another thread cancels its wait,
-        the op is not withdrawn.
+        the exception. The caller counts as a thread that waits for the object. So if another thread stops waiting for
+        the object, the op is not withdrawn.
 
         :raises ArgumentTypeError: ``call`` cannot be called.
         """
@@ -132,7 +132,7 @@ class Pending(Handle):
             self._bells.remove(bell)
 
     def _ring(self) -> None:
-        """Wake every waiting thread, because the object has ended."""
+        """Wake every waiting thread, because the object has completed."""
         self._over = True
         while self._bells:
             try:
@@ -141,13 +141,13 @@ class Pending(Handle):
                 break
 
     def _look(self) -> None:
-        """End the object on this thread if the event loop's thread will not end it."""
+        """Complete the object with an error on this thread if the event loop's thread cannot complete the object."""
         error = self._door.nobody() or self._overdue()
         if error is not None:
             self._fail(error)
 
     def _overdue(self) -> CommError | None:
-        """Return the error with which this thread ends the object although the event loop is blocked, or None."""
+        """Return the error of an overdue object whose event loop is blocked; None if the object is not overdue."""
         return None
 
     def _fail(self, error: BaseException) -> None:
