@@ -58,7 +58,7 @@ def recv(
 def broadcast(tensor: Given, root: int, group: AnyGroup = None) -> Work[Given]:
     """Give every rank a copy of the root's tensor.
 
-    :param tensor: the tensor to send, on the root. On other ranks only the shape and the dtype matter.
+    :param tensor: the tensor to send, on the root. The other ranks use only the shape and the dtype of ``tensor``.
     """
     return get_comm(group).broadcast(_copy("tensor", tensor), root)
 
@@ -160,7 +160,7 @@ class ScatterNew(Op, frozen=True, eq=False):
     src: int
     tensor: Tensor | None
     given: Any
-    """The object whose type the result must have: on rank ``src``, the tensor or array that the caller passed."""
+    """The tensor or array that the caller passed on rank ``src``. The result on rank ``src`` has the same type."""
 
     def check(self, group: CheckedComm) -> None:
         """See :meth:`Op.check`."""
@@ -173,7 +173,7 @@ class ScatterNew(Op, frozen=True, eq=False):
 
 @schedule(ScatterNew)
 def _scatter_new(g: Context, op: ScatterNew) -> Steps:
-    """Broadcast dtype and shape along a tree of ranks. Then rank ``src`` sends each rank its chunk directly."""
+    """Broadcast dtype and shape along a tree of ranks. Then send each rank's chunk directly from rank ``src``."""
     outline = buffers.empty(codec.TENSOR_BYTES, dtype=torch.uint8, device=g.device)
     if op.tensor is not None:
         outline = crossing.to_tensor(codec.describe_tensor(op.tensor), g.device)

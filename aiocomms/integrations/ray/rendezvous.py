@@ -24,10 +24,10 @@ class rendezvous(new_comm):  # noqa: N801 - The class is called like a function,
     """Form a communicator with all actors that call this function with the same name. The call is collective.
 
     Write ``comm = await rendezvous(...)`` or ``async with rendezvous(...) as comm:``, as with
-    :func:`aiocomms.new_comm`. All actors must be in one namespace of Ray. Drivers and tasks can also call this
-        function. All ranks use a store that rank 0's process serves until the communicator is closed. After this call,
-        the same actors or other actors may use the name again. When the call returns or is cancelled, Ray's own
-        key-value store contains no entry of this call.
+    :func:`aiocomms.new_comm`. All actors must be in one namespace of Ray. Drivers and tasks of Ray can also call this
+    function. All ranks use a store that rank 0's process serves until the communicator is closed. After this call, the
+    same actors or other actors may use the name again. When the call returns or is cancelled, Ray's own key-value store
+    contains no entry of this call.
 
     If the actors are on several nodes, the job needs a token: ``AIOCOMMS_TOKEN`` in the ``env_vars`` of Ray's
     ``runtime_env``. Without a token, all actors must be on one node.
@@ -38,8 +38,8 @@ class rendezvous(new_comm):  # noqa: N801 - The class is called like a function,
     :param transport: see :func:`aiocomms.new_comm`.
     :param device: the device of all tensors.
     :param timeout: a deadline in seconds. The rendezvous and then the formation of the communicator each have this
-        deadline, and later each op has it by default. If None, the rendezvous and the formation have 600 s each, and
-        ops have no deadline.
+        deadline. This deadline is also the default deadline of the communicator's ops. If None, the rendezvous and the
+        formation have 600 s each, and ops have no deadline.
     :param hints: advice to the transports.
     :raises ArgumentError: an argument has a wrong value, two actors have the same rank, or the actors are on several
         nodes and the job has no token.

@@ -1,9 +1,9 @@
-"""The use of torch's dispatcher for calls with tensor subclasses and for calls under a dispatch mode.
+"""The code that passes a group's collectives through torch's dispatcher, for dispatch modes and tensor subclasses.
 
-Torch calls a group that is written in C++ through its dispatcher, with the operators ``c10d::*``. But torch calls the
-methods of a group that is written in Python directly, without the dispatcher. If a dispatch mode or a tensor subclass
-handles operators, this module passes the call through the dispatcher. The dispatcher finally calls a method of the
-group with plain tensors.
+If a process group is written in C++, torch calls the group through torch's dispatcher, with the operators ``c10d::*``.
+If a process group is written in Python, torch calls the group's methods directly, without the dispatcher. If a dispatch
+mode or a tensor subclass handles operators, this module passes the collective through the dispatcher. The dispatcher
+finally calls a method of the group with plain tensors.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -49,15 +49,15 @@ _METHODS: Final = {
     "c10d::recv_": "recv",
     "c10d::recv_any_source_": "recv_anysource",
 }
-"""The method of a group for each ``c10d`` operator."""
+"""The name of a group's method for each ``c10d`` operator."""
 _SAID: Final = frozenset(
     ["process_group", "reduce_op", "root_rank", "root_tensor", "sparse_indices", "device_ids", "async_op", "timeout"]
 )
-"""The names of the operators' arguments that :class:`How` contains, or that have no effect on this package's groups."""
+"""The names of the operator arguments that :class:`How` contains, or that this package's groups ignore."""
 
 
 def is_seen(arguments: list[Any]) -> bool:
-    """Return whether a call needs the dispatcher, because of a dispatch mode of this thread or a tensor subclass."""
+    """Return whether a call must go through the dispatcher, because of a dispatch mode or a tensor subclass."""
     return dispatch_modes() > 0 or _decides(arguments)
 
 
@@ -130,9 +130,9 @@ class _Last(Mode):
 
 
 def _one_form(method: str, given: Mapping[str, Any]) -> list[Any]:
-    """Convert an operator's arguments to a list like the result of ``forms.one_form``.
+    """Convert an operator's arguments to the form of the lists that ``forms.one_form`` returns.
 
-    :param given: the values of the arguments, by the names of the arguments.
+    :param given: a mapping from the name of each argument to its value.
     """
     takers = [take for name, take in FORMS[method][0].items() if name != "opts"]
     values = [value for name, value in given.items() if name not in _SAID]

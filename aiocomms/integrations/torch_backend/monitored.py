@@ -17,7 +17,7 @@ _ROOT = 0
 
 
 def remaining(timeout: float | timedelta) -> float:
-    """Return a timeout in seconds. As in torch, a ``timedelta`` may be 0 or negative, and then the barrier fails.
+    """Return a timeout in seconds. As in torch, a ``timedelta`` may be 0 or negative; the barrier then fails at once.
 
     :raises ArgumentError: the timeout is neither a ``timedelta`` nor a number of seconds above 0.
     """
@@ -27,12 +27,12 @@ def remaining(timeout: float | timedelta) -> float:
 
 
 def monitored_barrier(comm: blocking.Communicator, number: int, seconds: float | None, all_ranks: bool) -> None:
-    """Send a message to rank 0, and wait for the answer. Rank 0 itself receives all messages, and then answers them.
+    """Send a message to rank 0, and wait for rank 0's answer. On rank 0, receive all messages, and then answer them.
 
     :param number: the number of this barrier, which is equal on all ranks.
     :param seconds: the deadline of each receive; None for no deadline.
-    :param all_ranks: True to wait for all ranks, and name all missing ranks. False to name only the first missing rank.
-    :raises DistBackendError: a rank is missing. The error's message has the same text as the error of torch's barrier.
+    :param all_ranks: True: the error names all missing ranks. False: the error names only the first missing rank.
+    :raises DistBackendError: a rank is missing. The text of the error is the same as in torch's ``monitored_barrier``.
     """
     if seconds is not None and seconds <= 0:
         raise dist.DistBackendError(f"Rank {comm.rank} timed out in monitoredBarrier after {seconds} seconds.")

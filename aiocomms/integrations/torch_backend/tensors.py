@@ -17,23 +17,23 @@ from aiocomms.ops.writing import write
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether aiocomms gets the tensor itself and not a copy.
+    """Return whether the tensor itself, and not a copy, is passed to aiocomms.
 
-    If aiocomms does not support the tensor's layout, aiocomms raises an error.
+    A sparse tensor is also passed itself, and aiocomms then raises an error about the layout.
     """
     dense = tensor.layout is torch.strided
     return not dense or (tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return a one-dimensional tensor on the same memory. So tensors may have different shapes on different ranks."""
+    """Return a one-dimensional view, because torch allows the shapes of a tensor to differ between ranks."""
     return tensor if tensor.dim() == 1 or tensor.layout is not torch.strided else tensor.view(-1)
 
 
 def cuts(tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
-    """Return how many elements of a tensor each rank gets.
+    """Return the number of elements that each rank gets from a tensor, in rank order.
 
-    A rank gets ``splits[rank]`` rows; if ``splits`` is empty, all ranks get the same number of rows.
+    Rank ``r`` gets ``splits[r]`` rows. If ``splits`` is empty, all ranks get the same number of rows.
     """
     rows = tensor.shape[0] if tensor.dim() else 0
     counts = [operator.index(part) for part in splits] or [rows // size] * size
@@ -52,12 +52,12 @@ class CallTensors:
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return a flat tensor with the same values."""
+        """Return a flat tensor with the values of ``tensor``, for aiocomms to read."""
         tensor = tensor.detach() if tensor.requires_grad else tensor
         return _flat(tensor if _is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous())
 
     def written(self, tensor: Tensor) -> Tensor:
-        """Return a flat tensor with the values of ``tensor``. aiocomms writes into the flat tensor.
+        """Return a flat tensor with the values of ``tensor``, for aiocomms to write.
 
         :raises ArgumentError: elements of the tensor share memory.
         """
@@ -72,10 +72,10 @@ class CallTensors:
         return _flat(copy)
 
     def parts(self, started: list[WorkPart], completer: Completer) -> list[WorkPart]:
-        """Return the started parts if aiocomms writes directly into the program's tensors.
+        """Return ``started`` unchanged if aiocomms writes directly into the program's tensors.
 
-        If aiocomms writes into copies, return a step. The step waits for the started parts, and then writes the values
-        of the copies into the program's tensors.
+        If aiocomms writes into copies, return a list with one step. The step waits for the parts in ``started``, and
+        then copies the values back into the program's tensors.
         """
         if not self._copies:
             return started

@@ -65,8 +65,9 @@ else:
 class EndpointTransport(_Transport):
     """A transport of torch over an endpoint of aiocomms. Any thread may use it.
 
-    A transfer ends when the bytes are in the target memory. For a write, this is the peer's memory. No thread polls a
-    transfer. If the peer's process dies, pending transfers fail with :class:`aiocomms.errors.PeerDiedError`.
+    A transfer ends when the bytes are in the target memory. The target memory of a write is the peer's memory. No
+    thread polls a transfer. If the peer's process dies, pending transfers fail with
+    :class:`aiocomms.errors.PeerDiedError`.
     """
 
     def __init__(
@@ -148,8 +149,8 @@ class EndpointTransport(_Transport):
         ``timeout`` limits the wait for transfers, and does not limit the disconnection. The disconnection takes some
         seconds more if the peer does not answer, for example because the peer's process is suspended.
 
-        :raises TimeoutError: a transfer is pending after ``timeout``. The transport accepts no new transfers. To
-            continue the wait, call ``close`` again.
+        :raises TimeoutError: a transfer is pending after ``timeout``. The transport already refuses new transfers.
+            To continue the wait, call ``close`` again.
         :raises CommError: a pending transfer has failed. All resources are released.
         """
         ends = clock.now() + self._patience(timeout)
@@ -167,7 +168,7 @@ class EndpointTransport(_Transport):
             raise failure
 
     async def close_async(self, *, timeout: float | None = None) -> None:
-        """Do the same as :meth:`close`, without blocking the event loop."""
+        """Close the transport as :meth:`close` does, without blocking the event loop."""
         seconds = self._patience(timeout)
         self._close_cuda_streams()
         under_way, failure = self._leave(), None
@@ -266,7 +267,7 @@ class EndpointTransport(_Transport):
         The first transfer with a remote buffer requests access from the peer. Even with ``async_op``, this call blocks
         until the peer has answered the request.
 
-        :returns: 0 when the transfer has ended. With ``async_op``, the call does not wait, and returns a work.
+        :returns: 0 when the transfer has ended. With ``async_op``, a work, without a wait for the end of the transfer.
         :raises ArgumentError: an argument has a wrong value, or the view is too large. No byte was sent.
         :raises RegionError: the peer has not created the buffer, or has revoked the memory.
         :raises TimeoutError: the transfer has not ended within ``timeout`` seconds. The transfer continues.
@@ -300,7 +301,7 @@ class EndpointTransport(_Transport):
     async def write_async(
         self, local_buffer: MemoryView, remote_buffer: RemoteBuffer, *, timeout: float | None = None
     ) -> None:
-        """Do the same as :meth:`write`, and wait for the end without blocking the event loop."""
+        """Write as :meth:`write` does, and wait for the end of the transfer without blocking the event loop."""
         ends = clock.now() + self._patience(timeout)
         self._check_transfer(local_buffer, remote_buffer, mutable=False)
         await self._opened(remote_buffer, ends)
@@ -309,7 +310,7 @@ class EndpointTransport(_Transport):
     async def read_async(
         self, local_buffer: MutableMemoryView, remote_buffer: RemoteBuffer, *, timeout: float | None = None
     ) -> None:
-        """Do the same as :meth:`read`, and wait for the end without blocking the event loop."""
+        """Read as :meth:`read` does, and wait for the end of the transfer without blocking the event loop."""
         ends = clock.now() + self._patience(timeout)
         self._check_transfer(local_buffer, remote_buffer, mutable=True)
         await self._opened(remote_buffer, ends)
@@ -347,7 +348,7 @@ class EndpointTransport(_Transport):
     # ------------------------------------------------------------------------------------------------------ checks
 
     def _check_transfer(self, local_buffer: MemoryView, remote_buffer: RemoteBuffer, *, mutable: bool) -> None:
-        """Check the arguments of a transfer; overrides torch's method."""
+        """Check the arguments of a transfer. This method overrides torch's method."""
         self._check_open()
         self._own("local_buffer", local_buffer, MutableMemoryView if mutable else MemoryView).check()
         if not isinstance(remote_buffer, RemoteBuffer):
@@ -385,7 +386,7 @@ class EndpointTransport(_Transport):
 
 
 def _share(tensor: Tensor) -> None:
-    """Move a tensor's storage to shared memory now. The engine then does not move it when the peer connects."""
+    """Move a tensor's storage to shared memory now, so that the engine does not move the storage at the connection."""
     storage = tensor.untyped_storage()
     if storage.is_shared() or not storage.resizable():  # Memory that torch has not allocated stays in its place.
         return
