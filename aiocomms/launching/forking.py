@@ -22,7 +22,7 @@ from aiocomms.lowlevel import run_in_thread
 
 _CODE: Final = "import sys; from aiocomms.launching.forkserver import main; main(int(sys.argv[1]))"
 _MARGIN: Final = 10.0
-"""The seconds between the end of the grace time and SIGKILL to a fork server that has not ended."""
+"""The seconds after the grace time until the supervisor sends SIGKILL to a fork server that has not ended."""
 
 
 class ForkServer:
@@ -58,15 +58,15 @@ class ForkServer:
 
         :param key: the name of the process in the messages of the fork server.
         :param descriptors: the file descriptors of stdout, stderr, the socket to the supervisor, and possibly a
-            listening socket. The caller must close these descriptors later.
+            listening socket. The caller must close these descriptors after the call.
         """
         await self._send(["start", key, dict(environment)], descriptors)
 
     async def signal(self, key: str, number: int) -> None:
         """Tell the fork server to send a signal to a process. A process that has ended gets no signal.
 
-        During its imports, the fork server reads no messages and has no child processes. So at this time, this method
-        sends SIGKILL to the fork server itself.
+        During its imports, the fork server reads no messages and has no child processes. So during the imports, a
+        SIGKILL goes to the fork server itself.
         """
         if number == SIGKILL and not self.ready:
             self._kill()
@@ -88,8 +88,8 @@ class ForkServer:
         """Wait for the next message of the fork server.
 
         :returns: the message, or None if the fork server has ended. The first element is ``ready``, ``failed``,
-            ``started``, ``refused`` or ``ended``. The element after ``failed`` is a reason. The element after
-            ``started``, ``refused`` or ``ended`` is the key of a process.
+            ``started``, ``refused`` or ``ended``. The element after ``failed`` is the reason of the failure. The
+            element after ``started``, ``refused`` or ``ended`` is the key of the process.
         """
         while True:
             await anyio.wait_readable(self._socket)

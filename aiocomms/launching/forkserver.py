@@ -188,7 +188,7 @@ def _part(ranks: int) -> None:
 
     If each rank can have its own core, also leave the session of the fork server.
 
-    Linux first divides the time of the cores among sessions (autogroup). So a rank in a separate session gets more time
+    Linux first divides the CPU time among sessions (autogroup). So a rank in a separate session gets more CPU time
     while other programs run. Ranks that share a core are slower in separate sessions, because sessions interrupt each
     other. See docs/benchmarks/serve.md.
 

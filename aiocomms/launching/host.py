@@ -22,7 +22,7 @@ _KILLED: Final = -9
 _CLOSED: Final = -1
 
 Event = tuple[Any, ...]
-"""An event, in one of these forms: ``("ended", rank, incarnation, code)``,
+"""An event about a rank or the job, in one of these forms: ``("ended", rank, incarnation, code)``,
 ``("formed", rank, incarnation, name, epoch)``, ``("lost", rank, name, epoch)``, ``("leaves", rank, incarnation)``,
 ``("stop", why)``, ``("replace",)``."""
 
@@ -53,7 +53,7 @@ class RankProcess:
         self.pumping = 2
 
     def announce(self, what: str) -> None:
-        """Tell the process the reason of the signal that follows; see ``bootstrap/supervised.py``."""
+        """Tell the process the reason of the signal that the process gets next; see ``bootstrap/supervised.py``."""
         if self.pipes[2] != _CLOSED:
             with contextlib.suppress(OSError):  # The process may just have ended.
                 os.write(self.pipes[2], f"{what}\n".encode())
@@ -125,7 +125,7 @@ class HostProcesses:
             self._end(process)
 
     async def _hear(self, server: ForkServer) -> None:
-        """Handle the fork server's messages until it has ended."""
+        """Handle the fork server's messages until the fork server has ended."""
         with anyio.CancelScope(shield=True):
             try:
                 await self._follow(server)
@@ -168,7 +168,7 @@ class HostProcesses:
         return process if process is not None and process.key == key else None
 
     def _end(self, process: RankProcess) -> None:
-        """Read the last reports of an ended process, and let its tasks read the rest of its output."""
+        """Read the last reports of an ended process. The process's tasks read the rest of its output, and then end."""
         del self.processes[process.rank]
         self._read_reports(process)
         for scope in process.scopes:

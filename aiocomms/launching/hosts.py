@@ -1,8 +1,8 @@
-"""The supervisors of several hosts. The first host's supervisor decides, and the other supervisors execute its orders.
+"""The supervisors of several hosts. The first host's supervisor gives orders, and the others execute these orders.
 
 The supervisors exchange messages through a store. The first host serves this store at the rendezvous address, and only
-processes with the job's token can use it. In the store, each host has a queue of messages. Every host polls its queue,
-so it notices within 30 s that the first host does not answer.
+processes with the job's token can use the store. In the store, each host has a queue of messages. Every host polls its
+queue, so each host notices within 30 s that the first host does not answer.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class HostQueue:
         return message
 
     def close(self) -> None:
-        """End a pending :meth:`receive`, because its thread keeps the store alive."""
+        """End a pending :meth:`receive`. The thread that runs ``receive`` would keep the store alive."""
         self._closed = True
 
 
@@ -93,7 +93,7 @@ def _serve(at: At) -> JobStore:
 
 
 class OtherHosts:
-    """The first host's access to the other hosts.
+    """The connection through which the first host's supervisor gives orders to the other hosts and gets their events.
 
     :param size: the number of hosts.
     :param tell: the function to call with each event of another host.

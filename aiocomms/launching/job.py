@@ -1,4 +1,4 @@
-"""The description of a job, and the checks of a description."""
+"""The description of a job, and the checks of this description."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class At(NamedTuple):
 
 
 class Job(msgspec.Struct, kw_only=True, frozen=True):
-    """The ranks of a program, and the rules of their supervision; see the options of ``aiocomms run``."""
+    """The program and the number of its ranks, and the options of ``aiocomms run`` for their supervision."""
 
     program: Sequence[str]
     """The arguments that follow ``python``, for example ``["server.py", "--debug"]`` or ``["-m", "server"]``."""
@@ -149,7 +149,7 @@ def _plain(value: object) -> object:
 def place(name: str, text: str) -> At:
     """Parse an address of the form ``HOST:PORT``, ``[HOST]:PORT`` or ``PORT``.
 
-    Without a host, the host is the loopback address.
+    If ``text`` has no host, the host is the loopback address.
 
     :param name: the name of the option, for the error.
     :raises ArgumentError: ``text`` has another form.

@@ -1,4 +1,4 @@
-"""The output of the ranks: the supervisor prints lines with the rank as prefix, and can write the lines to files."""
+"""The output of the ranks. The supervisor prints each line with the rank as prefix, and can write lines to files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiocomms.errors import CommError
 from aiocomms.lowlevel import run_in_thread
 
 LONGEST: Final = 2**16
-"""The longest line in bytes. A longer line is printed as several lines."""
+"""The maximum length of a line in bytes. The supervisor prints a longer line as several lines."""
 _COLOURS: Final = (36, 33, 32, 35, 34, 31)
 _OUT, _ERR = 1, 2
 _LAST: Final = 5.0
@@ -61,7 +61,7 @@ def is_coloured(descriptor: int, environ: Mapping[str, str]) -> bool:
 class Printer:
     """The printer of all ranks' output lines.
 
-    If a terminal or pipe is blocked, ranks that print wait, but the supervisor does not wait.
+    If a terminal or pipe is blocked, the ranks block when they print, but the supervisor does not block.
 
     :param size: the number of ranks.
     :param folder: the folder in which each process gets a file of its output lines without prefixes; None: no files.

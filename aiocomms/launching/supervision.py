@@ -1,7 +1,7 @@
-"""The decisions of a supervisor: which process to start, and which process gets a signal. This module has no processes.
+"""The decisions of a supervisor: which process to start, and which process gets a signal.
 
 A :class:`Supervision` takes events and returns orders. The supervisor executes the orders, and reports their results as
-events. So a test can simulate the processes and the clock.
+events. This module itself starts no processes and sends no signals. So a test can simulate the processes and the clock.
 
 Each process of a rank has a number, its *incarnation*. The processes that the supervisor starts together are a
 *generation*. Within a generation, a process that replaces a dead process is a *newcomer*. The newcomer joins the ranks
@@ -27,7 +27,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 The pause doubles with each restart, up to ``LONGEST_PAUSE``. The first restart has no pause.
 """
 LINGER: Final = 1.0
-"""The seconds for which a process may continue after the other ranks have lost it.
+"""The seconds for which a process may continue after the other ranks have lost the process.
 
 Then the supervisor kills the process.
 """
@@ -39,7 +39,7 @@ After the limit, the host counts as failed.
 ENDING: Final = 5.0
 """The seconds between SIGTERM and SIGKILL for the processes of a generation that cannot continue."""
 PATIENCE: Final = 60.0
-"""The seconds until the supervisor prints which ranks have not formed a communicator."""
+"""The seconds after a process's start until the supervisor prints which ranks have not formed a communicator."""
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -98,9 +98,9 @@ class SupervisedRank:
         If a signal ended the process, the value is the negative number of the signal.
         """
         self.order = 0
-        """The position of this rank's last process in the order in which all processes have ended."""
+        """The position of this rank's last ended process in the order in which all processes have ended."""
         self.begun: deque[float] = deque()
-        """The times at which this rank was restarted within :data:`WINDOW`, because a process had failed or left."""
+        """The times within :data:`WINDOW` at which this rank was restarted after a process had failed or left."""
 
     def allow(self, most: int, now: float) -> bool:
         """Count a restart, and return whether at most ``most`` restarts lie within the last :data:`WINDOW` seconds."""
@@ -119,7 +119,7 @@ class Supervision:
     """The decisions about the ranks of a job.
 
     :param size: the number of ranks.
-    :param restart: whether a failed rank is started again.
+    :param restart: whether the supervisor starts a new process for a failed rank.
     :param most: the largest number of restarts of one rank within :data:`WINDOW` seconds.
     :param grace: the seconds between SIGTERM and SIGKILL.
     """
@@ -128,7 +128,7 @@ class Supervision:
         self.ranks: list[SupervisedRank] = [SupervisedRank(number) for number in range(size)]
         self.generation = -1
         self.restarts = 0
-        """The number of processes that have replaced others."""
+        """The number of processes that have replaced earlier processes."""
         self.first: tuple[int, int] | None = None
         """The rank that failed first, and its exit code."""
         self.stopping: str | None = None
@@ -164,8 +164,8 @@ class Supervision:
     def code(self) -> int:
         """Return the exit code of the job.
 
-        If the supervisor gave up because of a rank, the code is that of this rank's last ended process. Otherwise the
-        code is that of the rank whose last process failed first. Without a failure, the code is 0.
+        If the supervisor gave up because of a rank, return the code of this rank's last ended process. Otherwise,
+        return the code of the rank whose last process failed first. Without a failure, return 0.
         """
         if self._gave_up is not None:
             return status(self._gave_up)
@@ -215,7 +215,8 @@ class Supervision:
     def leaves(self, number: int, incarnation: int, now: float) -> Sequence[Deed]:
         """Record that a process leaves.
 
-        Kill the process if it does not end in time. A new process replaces the ended process.
+        If the process does not end within the grace time, the supervisor kills the process. A new process then replaces
+        the ended process.
         """
         self._now, rank = now, self.ranks[number]
         if rank.alive and rank.incarnation == incarnation and not rank.leaving and self.stopping is None:
@@ -237,7 +238,7 @@ class Supervision:
         return self._done()
 
     def stop(self, why: str, now: float) -> Sequence[Deed]:
-        """End all ranks. If they were already told to end, kill them."""
+        """End all ranks. If the ranks were already told to end, kill the ranks."""
         self._now = now
         if self.stopping is None:
             self._stop(why)
@@ -291,7 +292,7 @@ class Supervision:
         self._alarm(SILENCE, rank, "silent")
 
     def _miss(self, rank: SupervisedRank) -> None:
-        """Treat a killed rank as ended. The rank's host has not reported the end, so the host has failed."""
+        """Treat a killed rank as ended. The rank's host has not reported the end, so the host counts as failed."""
         rank.alive, rank.code = False, -signal.SIGKILL
         if self.stopping is None:
             self._gave_up = rank.code

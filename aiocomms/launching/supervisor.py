@@ -127,7 +127,7 @@ class HostSupervisor(ABC):
         """Return the lines that describe the outcome of the job."""
 
     async def hear_signals(self, *, task_status: TaskStatus[None]) -> None:
-        """Convert the signals of this process to events.
+        """Convert the signals that this process gets to events.
 
         Signals that the process ignores, such as SIGHUP under nohup, are not converted.
         """
@@ -153,7 +153,7 @@ class Supervisor(HostSupervisor):
     def __init__(self, job: Job, listener: socket.socket | None, printer: Printer, tasks: TaskGroup) -> None:
         super().__init__(job, listener, printer, tasks)
         self._stores: dict[int, tuple[TCPStore, int]] = {}
-        """The store of the current generation and the store's port; the key is the number of the generation."""
+        """The store and the store's port, by generation number. Only the current generation has an entry."""
         self._others: OtherHosts | None = None
         self.supervision: Supervision = Supervision(
             job.size, restart=job.restart == "on-failure", most=job.max_restarts, grace=job.grace
@@ -246,7 +246,7 @@ class Supervisor(HostSupervisor):
         return self.supervision.summary()
 
     async def aclose(self) -> None:
-        """End the remaining processes, and then the store."""
+        """End the remaining processes, and then close the store."""
         await super().aclose()
         with anyio.CancelScope(shield=True):
             await run_in_thread(self._stores.clear, anyhow=True)
