@@ -67,8 +67,7 @@ from aiocomms.ops._rma import (
 )
 
 ARRIVALS: frozenset[type[Op]] = frozenset({Probe, Take})
-"""The ops that let programs probe, and receive from any rank. A transport must implement them in addition to ``P2P``.
-"""
+"""The ops for probes and for receives from any rank. A transport must implement these ops in addition to ``P2P``."""
 P2P: frozenset[type[Op]] = frozenset({Send, Recv, Batch})
 COLLECTIVES: frozenset[type[Op]] = frozenset(
     {
@@ -108,7 +107,7 @@ RMA: frozenset[type[Op]] = frozenset(
     }
 )
 RUNS: frozenset[type[Op]] = frozenset({PutV, GetV})
-"""Puts and gets of runs. A transport with RMA may omit these ops, because the core can start one op per run."""
+"""Puts and gets of runs of elements. A transport may omit these ops, because the core can start one op per run."""
 
 __all__ = [
     "ARRIVALS",

@@ -25,7 +25,7 @@ Source = int | Sequence[int] | None
 
 
 class Message(NamedTuple):
-    """A message that a probe has found. At that time, no receive had taken the message."""
+    """A message that a probe has found before any receive took the message."""
 
     src: int
     """The rank that sent the message."""
@@ -43,7 +43,7 @@ class Message(NamedTuple):
 
 
 class Received(NamedTuple):
-    """A message that was received into a tensor of its own size."""
+    """A received message, whose tensor has the size of the message."""
 
     src: int
     """The rank that sent the message."""
@@ -67,7 +67,7 @@ class Probe(Op, frozen=True, eq=False):
     more: bool = False
     """True if the transport must check for a message only once.
 
-    The reason is that the caller posts other probes immediately after this probe, or that the caller cannot wait.
+    A single check suffices if the caller posts other probes immediately after this probe, or if the caller cannot wait.
     """
 
     def message(self, nbytes: int, dtype: torch.dtype) -> Message:
@@ -78,7 +78,7 @@ class Probe(Op, frozen=True, eq=False):
 class Take(Recv, frozen=True, eq=False):
     """The transport's op that receives a message from rank ``src`` if the message has already arrived.
 
-    A take does not wait. If no such message has arrived, the take's result is False, and the take receives nothing.
+    A take does not wait. If no matching message has arrived, the take receives nothing, and its result is False.
     """
 
     withdrawable = False
@@ -91,7 +91,7 @@ class _Sourced:
 
     @property
     def parts(self: Any) -> tuple[Probe, ...]:
-        """The parts of the op while it waits: one probe for each source."""
+        """The probes for which the op waits, one for each source."""
         return tuple(Probe(src, self.tag) for src in self.sources)
 
 
@@ -115,7 +115,7 @@ class ProbeAny(_FromAny, frozen=True, eq=False):
 
 
 class RecvMessage(_FromAny, frozen=True, eq=False):
-    """A receive of a message of any size from one of the sources, into a new tensor or the result of ``into``."""
+    """A receive of a message of any size from one of the sources, into a new tensor or into the result of ``into``."""
 
     name = kind = "recv_message"
     into: Callable[[Message], Tensor] | None = None
@@ -151,7 +151,7 @@ class RecvAny(_Sourced, Op, frozen=True, eq=False):
 def sources_of(src: Source, group: checks.Members, device: torch.device) -> Any:
     """Return the ranks that ``src`` names. :meth:`Op.check` checks the ranks later.
 
-    :param src: a rank, several ranks, or None for all other ranks. On the CPU, None includes this rank.
+    :param src: a rank, several ranks, or None. None means all ranks on the CPU, and all other ranks on a GPU.
     """
     if src is None:
         own = device.type == "cpu"

@@ -17,11 +17,11 @@ Family = Literal["p2p", "collectives", "rma"]
 USER, COLLECTIVE, STREAM, STREAM_DATA, OBJECT, OBJECT_DATA, RMA_REQUEST, RMA_DATA, RMA_REPLY = range(9)
 """The channels of messages. There can be at most 16 channels.
 
-Channels separate the messages of the library's own protocols from the user's messages.
+Channels keep the messages of the library's own protocols apart from the user's messages.
 """
 
 Buffers = list[tuple[str, Tensor]]
-"""A list of pairs. Each pair is the name of a tensor in error messages, and the tensor."""
+"""A list of pairs. In each pair, a tensor follows the name that error messages use for the tensor."""
 
 
 class TensorLike(Protocol):
@@ -40,9 +40,9 @@ class TensorLike(Protocol):
 if TYPE_CHECKING:
 
     class AsTensor:
-        """The type of a field for a tensor. The program may set the field to an array, but the library reads a tensor.
+        """The type of a field for a tensor. A program may set the field to an array, but the library reads a tensor.
 
-        :func:`aiocomms.ops.arrays.checked` replaces an array by a tensor. Before this replacement, only the check of
+        :func:`aiocomms.ops.arrays.checked` replaces the array by a tensor. Before this replacement, only the check of
         the arguments reads the field.
         """
 
@@ -63,11 +63,11 @@ class Op(msgspec.Struct, frozen=True, eq=False):
     kind: ClassVar[str]
     family: ClassVar[Family] = "collectives"
     withdrawable: ClassVar[bool] = False
-    """True if one rank may withdraw the op while it is unmatched, as with receives and waits for signals."""
+    """True if one rank may withdraw the op while the op is unmatched. Receives and waits for signals are such ops."""
     moves: ClassVar[bool] = False
     """True if the op may move its tensors to other memory, as the opening of a window does."""
     sends: ClassVar[bool] = False
-    """True if the op ends when rank ``dst`` has received its message."""
+    """True if the op completes when rank ``dst`` has received the op's message."""
 
     def check(self, group: CheckedComm) -> None:
         """Check the arguments, before anything is sent.

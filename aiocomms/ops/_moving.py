@@ -16,7 +16,7 @@ from aiocomms.ops.checks import CheckedComm
 
 
 class _AllGather(Op, frozen=True, eq=False):
-    """The kind ``all_gather``: on each rank, ``outs(size)[r]`` receives the ``input`` of rank ``r``."""
+    """The kind ``all_gather``: each rank ``r`` sends its ``input`` into every rank's ``outs(size)[r]``."""
 
     kind = "all_gather"
 
@@ -25,7 +25,7 @@ class _AllGather(Op, frozen=True, eq=False):
 
 
 class AllGather(_AllGather, frozen=True, eq=False):
-    """The op in which, on each rank, ``outputs[r]`` receives the ``input`` of rank ``r``.
+    """The op in which each rank ``r`` sends its ``input`` into every rank's ``outputs[r]``.
 
     All tensors have the same shape.
     """
@@ -67,7 +67,10 @@ class AllGatherV(AllGather, frozen=True, eq=False):
 
 
 class AllGatherSingle(_AllGather, frozen=True, eq=False):
-    """The op in which the ``size`` equal chunks of ``output`` receive the ranks' inputs, in rank order."""
+    """The op in which each rank ``r`` sends its ``input`` into chunk ``r`` of every rank's ``output``.
+
+    All chunks are equal in size.
+    """
 
     name = "all_gather_single"
     output: AsTensor
@@ -97,7 +100,7 @@ class AllGatherSingle(_AllGather, frozen=True, eq=False):
 
 
 class _Gather(Op, frozen=True, eq=False):
-    """The kind ``gather``: on the root, ``outs(size)[r]`` receives the ``input`` of rank ``r``."""
+    """The kind ``gather``: each rank ``r`` sends its ``input`` into the root's ``outs(size)[r]``."""
 
     kind = "gather"
 
@@ -106,7 +109,10 @@ class _Gather(Op, frozen=True, eq=False):
 
 
 class Gather(_Gather, frozen=True, eq=False):
-    """The op in which the root's ``outputs[r]`` receives rank ``r``'s ``input``. On other ranks ``outputs`` is None."""
+    """The op in which each rank ``r`` sends its ``input`` into the root's ``outputs[r]``.
+
+    On ranks other than the root, ``outputs`` is None.
+    """
 
     name = "gather"
     outputs: tuple[Tensor, ...] | None
@@ -142,9 +148,9 @@ class Gather(_Gather, frozen=True, eq=False):
 
 
 class GatherSingle(_Gather, frozen=True, eq=False):
-    """The op in which the ``size`` equal chunks of the root's ``output`` receive the ranks' inputs, in rank order.
+    """The op in which each rank ``r`` sends its ``input`` into chunk ``r`` of the root's ``output``.
 
-    On other ranks ``output`` is None.
+    All chunks are equal in size. On ranks other than the root, ``output`` is None.
     """
 
     name = "gather_single"
@@ -181,7 +187,10 @@ class GatherSingle(_Gather, frozen=True, eq=False):
 
 
 class Scatter(Op, frozen=True, eq=False):
-    """The op in which rank ``r``'s ``output`` receives the root's ``inputs[r]``. On other ranks ``inputs`` is None."""
+    """The op in which the root sends its ``inputs[r]`` into each rank ``r``'s ``output``.
+
+    On ranks other than the root, ``inputs`` is None.
+    """
 
     name = kind = "scatter"
     output: AsTensor
@@ -218,7 +227,7 @@ class Scatter(Op, frozen=True, eq=False):
 
 
 class _AllToAll(Op, frozen=True, eq=False):
-    """The kind ``all_to_all``: ``outs(size)[r]`` receives the chunk ``ins(size)[this rank]`` of rank ``r``."""
+    """The kind ``all_to_all``: each rank ``r`` sends its ``ins(size)[s]`` into rank ``s``'s ``outs(size)[r]``."""
 
     kind = "all_to_all"
 
@@ -230,9 +239,9 @@ class _AllToAll(Op, frozen=True, eq=False):
 
 
 class AllToAll(_AllToAll, frozen=True, eq=False):
-    """The op in which ``outputs[r]`` receives the tensor ``inputs[this rank]`` of rank ``r``.
+    """The op in which each rank ``r`` sends its ``inputs[s]`` into rank ``s``'s ``outputs[r]``.
 
-    Each pair of ranks may use a different shape.
+    The shape may differ between pairs of ranks.
     """
 
     name = "all_to_all"
@@ -266,7 +275,7 @@ class AllToAll(_AllToAll, frozen=True, eq=False):
 
 
 class AllToAllSingle(_AllToAll, frozen=True, eq=False):
-    """The op in which chunk ``r`` of ``output`` receives chunk ``this rank`` of rank ``r``'s ``input``.
+    """The op in which each rank ``r`` sends chunk ``s`` of its ``input`` into chunk ``r`` of rank ``s``'s ``output``.
 
     All chunks are equal in size.
     """
@@ -305,7 +314,7 @@ class AllToAllSingle(_AllToAll, frozen=True, eq=False):
 
 
 class AllToAllVSingle(_AllToAll, frozen=True, eq=False):
-    """The op :class:`AllToAllSingle`, where the number of rows may differ for each pair of ranks."""
+    """The op :class:`AllToAllSingle`, except that the number of rows in a chunk may differ between pairs of ranks."""
 
     name = "all_to_all_v_single"
     output: AsTensor

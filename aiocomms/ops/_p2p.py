@@ -14,10 +14,10 @@ from aiocomms.ops.checks import CheckedComm
 class Send(Op, frozen=True, eq=False):
     """A send of ``tensor`` to rank ``dst``.
 
-    A receive matches a message with the same source, channel and tag. Messages and receives that match each other are
-    paired in the order in which they were posted.
+    A receive matches a message with the same source, channel and tag. If several messages and receives match, the
+    transport pairs them in the order in which they were posted.
 
-    :param tag: a signed 64-bit integer.
+    :param tag: a signed 64-bit integer. Tags in the user's messages have only 32 bits.
     :param channel: the number of the channel, 0 to 8. Each channel is for messages of one purpose.
     """
 
@@ -65,7 +65,7 @@ class Recv(Op, frozen=True, eq=False):
 
 
 class Batch(Op, frozen=True, eq=False):
-    """Sends and receives that start together. They may be matched in any order."""
+    """Sends and receives that start together. The transport may match these operations in any order."""
 
     name = kind = "batch"
     family: ClassVar[Family] = "p2p"

@@ -17,8 +17,7 @@ from aiocomms.ops.reductions import SUPPORTED, ReduceOp
 def _reducible(op: ReduceOp, tensor: Tensor) -> None:
     """Check that an operator is defined for a tensor's dtype.
 
-    The method that creates the record also accepts names of operators. The method has checked that ``op`` is a
-    :class:`ReduceOp`.
+    ``op`` is already a :class:`ReduceOp`. The method that created the record has parsed the caller's argument.
     """
     if tensor.dtype not in SUPPORTED[op.kind]:
         wanted = ", ".join(sorted(map(str, SUPPORTED[op.kind])))
@@ -133,7 +132,7 @@ class _ReduceScatter(Op, frozen=True, eq=False):
 class ReduceScatter(_ReduceScatter, frozen=True, eq=False):
     """The op in which rank ``r``'s ``output`` receives the reduction of all ranks' ``inputs[r]``.
 
-    All tensors have one shape.
+    All tensors have the same shape.
     """
 
     name = "reduce_scatter"

@@ -1,4 +1,4 @@
-"""Records of the one-sided operations (RMA), and the state of a window that they share."""
+"""Records of the one-sided operations (RMA), and the state of a window that these records share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WindowInfo(msgspec.Struct, eq=False, weakref=True):
     """The state of one window, shared by :class:`aiocomms.Window`, the records of operations and the transports."""
 
     handle: Any
-    """The handle with which the transport completed the op ``WindowOpen``."""
+    """The transport's handle of the window, which is the result of the op ``WindowOpen``."""
     tensor: Tensor
     """This rank's part of the window."""
     sizes: list[int]
@@ -71,7 +71,7 @@ class _OnWindow(_Rma, frozen=True, eq=False):
 class WindowOpen(_Rma, frozen=True, eq=False):
     """The opening of ``tensor`` to the other ranks. Collective.
 
-    The transport completes the op with its handle of the window.
+    The transport completes the op with the transport's own handle of the window.
 
     The handle's attribute ``mapped`` holds the ranks whose parts ``MapRemoteTensor`` can map. If the handle has no such
     attribute, ``MapRemoteTensor`` can map no part.
@@ -214,7 +214,7 @@ class PutV(_Runs, frozen=True, eq=False):
     tensor: AsTensor
     dst: int
     offsets: Tensor
-    """The index of each run's first element in the rank's part of the window; see :func:`places`."""
+    """The index of each run's first element in rank ``dst``'s part of the window; see :func:`places`."""
     starts: Tensor
     """The index of each run's first element in ``tensor``."""
     count: int
@@ -241,7 +241,7 @@ class GetV(_Runs, frozen=True, eq=False):
     tensor: AsTensor
     src: int
     offsets: Tensor
-    """The index of each run's first element in the rank's part of the window; see :func:`places`."""
+    """The index of each run's first element in rank ``src``'s part of the window; see :func:`places`."""
     starts: Tensor
     """The index of each run's first element in ``tensor``."""
     count: int

@@ -64,7 +64,7 @@ def is_message(item: Item, device: torch.device) -> bool:
 
 
 def copy(messages: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-    """Copy messages into other tensors, as a send to the same rank does."""
+    """Copy messages into other tensors, for a rank that sends an object to itself."""
     for source, target in zip(messages, into, strict=True):
         write(target, source)
 

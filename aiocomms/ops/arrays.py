@@ -4,7 +4,7 @@ An integer of another library is accepted as an int. Arrays are not copied. An o
 extra time, because the code looks for arrays only after a check has failed.
 
 torch does not check whether the exported memory is read-only, or whether the memory is a copy. A negative stride would
-end the process. So this module checks the exported memory of an array before torch gets the memory. The module knows
+crash the process. So this module checks the exported memory of an array before torch gets the memory. The module knows
 the structures of ``dlpack.h``, version 1.0 and the earlier versions 0.x.
 """
 
@@ -46,14 +46,14 @@ CuPy 14 divides negative strides as unsigned numbers, so its negative strides be
 """
 _WORDS: Final = {1: torch.uint8, 2: torch.uint16}
 _VERSIONED: Final = struct.Struct("=24xQ16xi12xQ")
-"""The format of three fields of a ``DLManagedTensorVersioned``.
+"""The :mod:`struct` format of three fields of a ``DLManagedTensorVersioned``.
 
 The fields are the flags, the number of dimensions and the address of the strides.
 """
 _UNVERSIONED: Final = struct.Struct("=16xi12xQ")
-"""The format of two fields of a ``DLManagedTensor``: the number of dimensions and the address of the strides.
+"""The :mod:`struct` format of two fields of a ``DLManagedTensor``.
 
-A ``DLManagedTensor`` has no flags.
+The fields are the number of dimensions and the address of the strides. A ``DLManagedTensor`` has no flags.
 """
 _address_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
@@ -61,7 +61,7 @@ _address_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char
 
 
 def checked(op: Asked, group: CheckedComm) -> Asked:
-    """Check an op, and return it with tensors instead of arrays and with ints instead of other numbers.
+    """Check an op, and return the op with tensors in place of arrays and with ints in place of other numbers.
 
     The caller must take the result of the work from ``op.result()`` of the original op, which has the program's arrays.
 
@@ -109,7 +109,7 @@ def is_array(value: object) -> bool:
 def as_tensor(name: str, value: Any, *, write: bool) -> Any:
     """Return a tensor that shares an array's memory and keeps the array alive.
 
-    Return a value that is no array unchanged.
+    If the value is no array, return the value unchanged.
 
     :param name: the array's name in errors.
     :param write: whether the op writes the array.
@@ -136,10 +136,10 @@ def as_tensor(name: str, value: Any, *, write: bool) -> Any:
 
 
 def fitting(name: str, value: Any, device: torch.device, *, write: bool) -> Any:
-    """Return an argument of an op as a tensor.
+    """Check an array that is an argument of an op, and return it as a tensor. Return a tensor unchanged.
 
-    If the op only reads a non-contiguous array, and the array's library has ``ascontiguousarray``, the error names this
-    function.
+    If the op only reads a non-contiguous array, and the array's library has ``ascontiguousarray``, the error recommends
+    ``ascontiguousarray``.
 
     :raises ArgumentError: :func:`as_tensor` raises this error, or the array is not contiguous or not on the device.
     """
@@ -204,9 +204,9 @@ class _Exported:
 
 
 def _look(capsule: object) -> tuple[int, tuple[int, ...]]:
-    """Return the flags of an export, and its strides in elements.
+    """Return the flags of exported memory, and the strides in elements.
 
-    The strides are empty if the export has none, because its memory is contiguous.
+    If the memory is contiguous, the export may have no strides. Then the returned strides are empty.
     """
     try:
         address = _address_of(capsule, b"dltensor_versioned")

@@ -48,7 +48,7 @@ def full(shape: Sequence[int], value: float, *, dtype: torch.dtype, device: Devi
 
 @unaffected
 def int64(values: Sequence[int], device: Device) -> Tensor:
-    """Return a one-dimensional int64 tensor of these values."""
+    """Return a one-dimensional int64 tensor with the elements ``values``."""
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 

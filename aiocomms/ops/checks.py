@@ -107,7 +107,7 @@ def readable(name: str, tensor: torch.Tensor, group: CheckedComm) -> None:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether all elements of a tensor lie in its storage. The program may have made the storage smaller."""
+    """Return whether all elements of a tensor lie in its storage. A program can shrink the storage of a tensor."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     end = (tensor.storage_offset() + last + 1) * tensor.itemsize
     return not tensor.numel() or end <= tensor.untyped_storage().nbytes()
@@ -195,9 +195,9 @@ def sequence(name: str, value: object) -> tuple[torch.Tensor, ...]:
 
 
 def optional(name: str, value: object) -> tuple[torch.Tensor, ...] | None:
-    """Check a list as :func:`sequence` does.
+    """Check a list as :func:`sequence` does, but also accept None.
 
-    Accept None also, because some ranks of an op pass None instead of a list.
+    In some ops, only the root passes a list, and the other ranks pass None.
     """
     return None if value is None else sequence(name, value)
 
@@ -234,7 +234,7 @@ def disjoint(outputs: Sequence[tuple[str, torch.Tensor]], inputs: Sequence[tuple
 
 
 def apart(out_name: str, output: torch.Tensor, in_name: str, input: torch.Tensor) -> None:
-    """Check that one output and one input share no memory, as :func:`disjoint` does for lists."""
+    """Check that one output and one input share no memory. :func:`disjoint` checks lists of tensors."""
     out, into = output.data_ptr(), input.data_ptr()
     if out < into + input.nbytes and into < out + output.nbytes:
         disjoint([(out_name, output)], [(in_name, input)])
@@ -249,7 +249,7 @@ def index(name: str, value: int, group: Members) -> None:
 
 
 def other(name: str, value: int, group: CheckedComm) -> None:
-    """Check that a value is the rank of a peer: a rank other than this one."""
+    """Check that a value is the rank of a peer: a rank other than this rank."""
     index(name, value, group)
     if value == group.rank:
         raise ArgumentError(f"{name} is {value}, this rank itself; wanted another rank")
@@ -282,7 +282,7 @@ def offset(value: int) -> None:
 
 
 def integers(name: str, value: object) -> tuple[int, ...]:
-    """Check that a value is a list or tuple, and return a copy of it. :func:`splits` checks that its items are ints."""
+    """Check that a value is a list or tuple, and return a copy. :func:`splits` later checks that the items are ints."""
     if isinstance(value, (list, tuple)):
         return tuple(value)
     raise wrong_type(name, value, "a list or tuple of ints")

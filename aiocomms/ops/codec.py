@@ -143,20 +143,20 @@ _HEAD: Final = {
     **dict.fromkeys((0xC4, 0xD9, 0xC7), 1), **dict.fromkeys((0xC5, 0xDA, 0xC8), 2),
     **dict.fromkeys((0xC6, 0xDB, 0xC9), 4), 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4,
 }  # fmt: skip
-"""The number of bytes in which msgpack encodes a value's length, for each first byte of a type with a length."""
+"""The size in bytes of the length field that follows a value's first byte in msgpack; the key is the first byte."""
 _FIXED: Final = {
     **dict.fromkeys((0xC0, 0xC1, 0xC2, 0xC3), 0), **dict.fromkeys((0xCC, 0xD0), 1), **dict.fromkeys((0xCD, 0xD1), 2),
     **dict.fromkeys((0xCE, 0xD2, 0xCA), 4), **dict.fromkeys((0xCF, 0xD3, 0xCB), 8), 0xD4: 2, 0xD5: 3, 0xD6: 5,
     0xD7: 9, 0xD8: 17,
 }  # fmt: skip
-"""The number of bytes that follow the first byte of a value, for each first byte of msgpack's other types."""
+"""The number of bytes after the first byte of a value without a length field; the key is the first byte."""
 
 
 def count_items(data: bytes | bytearray | memoryview, depth: int = 0) -> int:
     """Count the values in a msgpack message, including the values in its tuples.
 
-    The count stops when it exceeds :data:`MAX_ITEMS`. This function reads the type and the length of each value, and
-    creates no objects. The decoder later rejects invalid bytes.
+    The function stops when the count exceeds :data:`MAX_ITEMS`. The function reads the type and the length of each
+    value, and creates no objects. The decoder later rejects invalid bytes.
     """
     view, at, count = memoryview(data), 0, 0
     while at < len(view) and count <= MAX_ITEMS:
@@ -256,7 +256,7 @@ def _pack_tensor(tensor: Tensor) -> bytearray:
 
 
 class _Decoder:
-    """The decoder of one object. It counts the levels of nested extension types."""
+    """The decoder of one object. The decoder counts the levels of nested extension types."""
 
     def __init__(self, landing: Landing | None) -> None:
         self._depth = 0

@@ -32,7 +32,7 @@ def set_aside() -> ExitStack:
 
 
 def unaffected(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Wrap a function so that it runs without dispatch modes and inference mode."""
+    """Wrap a function so that the function runs without dispatch modes and inference mode."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -26,7 +26,7 @@ class _PickleSink:
         self.data += part
 
     def make_sure(self, nbytes: int) -> None:
-        """Check that a pickle may grow by ``nbytes`` bytes. The caller has not yet allocated memory for these bytes.
+        """Check that a pickle may grow by ``nbytes`` bytes, before the caller allocates these bytes.
 
         :raises ArgumentError: the pickle would be larger than the limit.
         """

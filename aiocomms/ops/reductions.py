@@ -64,7 +64,7 @@ class ReduceOp(msgspec.Struct, frozen=True):
     AVG, PREMUL_SUM         floating point, complex
     ======================  ============================================
 
-    float16 and bfloat16 are accumulated in float32. Integers wrap around.
+    Values of float16 and bfloat16 are accumulated in float32. Integers wrap around.
     """
 
     kind: str
@@ -99,9 +99,9 @@ class ReduceOp(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, value: object) -> ReduceOp:
-        """Return the operator that has one of the names ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` and ``"product"``.
+        """Return the operator with the name ``value``: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"product"``.
 
-        If ``value`` is an operator already, return it unchanged.
+        If ``value`` is already an operator, return ``value`` unchanged.
 
         :raises ArgumentTypeError: the value is neither an operator nor a str.
         :raises ArgumentError: no operator has this name.
@@ -177,7 +177,7 @@ def _combine_signed(op: ReduceOp, accumulator: Tensor, tensor: Tensor) -> None:
 
 
 def lower(op: ReduceOp, accumulator: Tensor, size: int, out: Tensor) -> None:
-    """Finish a reduction of ``size`` ranks, and write the result to ``out``."""
+    """Write the result of a reduction of ``size`` ranks to ``out``. For AVG, first divide the sum by ``size``."""
     if op.kind == "avg":
         with writing(accumulator):
             accumulator.div_(size)

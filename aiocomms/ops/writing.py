@@ -1,8 +1,8 @@
 """Reads and writes of a program's tensors as bytes. The tensors may have been made in torch's inference mode.
 
-An inference tensor can be written only in inference mode. The code that ends an operation runs on the loop, outside
-inference mode. This code cannot run in inference mode as a whole. Otherwise, new tensors, such as those of a received
-object, would become inference tensors.
+An inference tensor can be written only in inference mode. The code that completes an operation runs on the loop,
+outside inference mode. This code enters inference mode only to write. Otherwise, new tensors, such as those of a
+received object, would become inference tensors.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def write(out: Tensor, source: Tensor) -> None:
 def note_copy(out: Tensor) -> None:
     """Record that the caller has just enqueued a copy into ``out`` on the current stream.
 
-    :func:`copies_under_way` returns these records.
+    :func:`copies_under_way` returns the CUDA events that mark the ends of these copies.
     """
     if out.is_cuda and not torch.cuda.is_current_stream_capturing():
         stream = torch.cuda.current_stream(out.device)
