@@ -1,7 +1,7 @@
-"""Boxes of a global tensor: which parts each target rank needs, and which source rank writes each part.
+"""Boxes: parts of a tensor. The functions decide which source rank writes which box to which target rank.
 
-A box is a range of indices in each dimension, like a chunk of ``torch.distributed.checkpoint``. All functions here are
-pure, so every rank computes the same result.
+A box is a range of indices in each dimension, like a chunk of ``torch.distributed.checkpoint``. All functions of
+this module are pure, so every rank computes the same result.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 SPLIT: Final = 4 << 20
-"""The smallest number of bytes of each rank's part, if several ranks hold a box and divide the writing of this box."""
+"""The smallest part, in bytes, that each rank writes if several source ranks divide a box that they all hold."""
 
 
 class Box(NamedTuple):
@@ -34,7 +34,7 @@ class Box(NamedTuple):
         return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))
 
     def along(self, dim: int, offset: int, size: int) -> Box:
-        """Return the same box with another range in one dimension."""
+        """Return a copy of this box with another range in one dimension."""
         return Box(replaced(self.offsets, dim, offset), replaced(self.sizes, dim, size))
 
 
@@ -44,7 +44,7 @@ def replaced(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Return the intersection of two boxes, or None if it is empty."""
+    """Return the intersection of two boxes, or None if the intersection is empty."""
     offsets = tuple(map(max, one.offsets, other.offsets))
     ends = [min(a + m, b + n) for a, m, b, n in zip(*one, *other, strict=True)]
     sizes = tuple(end - at for at, end in zip(offsets, ends, strict=True))
@@ -52,7 +52,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def rest(box: Box, taken: Box) -> Iterator[Box]:
-    """Yield disjoint boxes that together cover ``box`` without ``taken``, a box within ``box``."""
+    """Yield disjoint boxes that together cover all of ``box`` except ``taken``, which is a box within ``box``."""
     for dim, (at, size) in enumerate(zip(*box, strict=True)):
         begin, end = taken.offsets[dim], taken.offsets[dim] + taken.sizes[dim]
         if begin > at:
@@ -110,8 +110,8 @@ def shared(
     :param itemsize: the size of an element in bytes, in the target's dtype.
     :param load: the number of bytes that each source rank already has to write. This call adds the bytes of the new
         portions.
-    :returns: the portions, and pairs of a target rank and a box. The target rank needs this box, but no source rank
-        holds it.
+    :returns: the portions, and the boxes that a target rank needs but no source rank holds. Each such box is in a pair
+        with its target rank.
     """
     holders: dict[Box, list[int]] = {}
     for source, box in held:
@@ -133,6 +133,6 @@ def shared(
 
 
 def _part_of(box: Box, holders: int, itemsize: int) -> int:
-    """Return the largest number of elements of a box that one holder of the box writes."""
+    """Return the maximum number of elements that each holder of a box writes."""
     parts = min(holders, max(1, box.numel * itemsize // SPLIT))
     return -(-box.numel // parts)

@@ -131,10 +131,10 @@ def _within(name: str, chunk: Chunk) -> Chunk:
 
 
 def unchanged(tensors: object, device: torch.device, records: Sequence[ChunkRecord]) -> dict[str, Chunk]:
-    """Check that tensors are as at the first call, and return them as chunks with their current memory, by name.
+    """Check tensors against their records from ``open``. Return the tensors as chunks of current memory, by name.
 
-    :param records: the records of the same tensors at the first call.
-    :raises ArgumentError: a tensor has another shape, dtype or device than at the first call, or has no memory.
+    :param records: the records of the same tensors at ``open``.
+    :raises ArgumentError: a tensor has another shape, dtype or device than at ``open``, or has no memory.
     """
     chunks = chunks_of(tensors, device)
     for was, now in zip(records, records_of(chunks), strict=True):

@@ -1,6 +1,6 @@
-"""The common part of sources and targets.
+"""The base class of sources and targets.
 
-Each rank runs state machines, and sends messages to the ranks of its own side.
+Each rank runs state machines, and exchanges messages with the ranks of its own side.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ if TYPE_CHECKING:
     from aiocomms.resharding.protocol import Action, Side
 
 Left = Callable[[], float | None]
-"""A function that returns the rest of a deadline in seconds, or None if there is no deadline."""
+"""A function that returns the seconds until a deadline, or None if there is no deadline."""
 _SOON = 0.001
-"""The rest of a deadline in seconds when the deadline has passed."""
+"""The number of seconds that a :data:`Left` function returns after the deadline."""
 _opened: WeakKeyDictionary[Communicator, int] = WeakKeyDictionary()
-"""The number of sources and targets of each communicator, which is the same on all ranks."""
+"""The number of sources and targets opened so far on each communicator. All ranks count the same number."""
 
 
 class Party(Handle, ABC):
     """A rank of a source or of a target.
 
-    The ranks of a side exchange messages in a lane of their own, with a receive pending for each other rank. A send
-    does not end before the other rank receives the message. So a closed rank continues to receive messages, and ignores
-    them, until the other rank is closed.
+    In each side, rank 0 exchanges messages with all other ranks, in a separate lane. Each rank has one receive pending
+    for each rank with which it exchanges messages. A send does not end before the other rank receives the message. So a
+    closed rank continues to receive the other rank's messages, and ignores them, until the other rank is closed.
     """
 
     _peers: Mapping[Any, Peer]
-    """The connections to ranks of the other side."""
+    """The connections to the ranks of the other side."""
 
     def __init__(self, comm: Communicator, side: Side) -> None:
         """Start without connections.
@@ -63,13 +63,13 @@ class Party(Handle, ABC):
         self._rank, self._driver = comm.rank, comm._core.driver
         self._background = Background(f"a {side} of '{comm.name}'")
         self._lasting = Background(f"a {side} of '{comm.name}'")
-        """The tasks that continue after this rank is closed, because other ranks wait for them."""
+        """The tasks that continue after this rank is closed, because other ranks wait for these tasks."""
         number = _opened[comm] = _opened.get(comm, 0) + 1
         self._lane = comm.lane(b"aiocomms.resharding %d" % number)
         self._actions: deque[Action] = deque()
         self._acting = self._closed = self._abandoned = self._hears = False
         self._calling: anyio.CancelScope | None = None
-        """The cancel scope of the part of ``open`` that this rank runs by itself, while that part is under way."""
+        """The cancel scope around a function that :meth:`_together` runs on this rank; None while no function runs."""
         self._called = Bell(self._driver)
 
     @property
@@ -121,7 +121,7 @@ class Party(Handle, ABC):
             raise errors.pop()
 
     async def _stop_call(self) -> None:
-        """Cancel this rank's own part of ``open``, and free its memory and its endpoint for the next ``open``."""
+        """Cancel the function that :meth:`_together` runs on this rank, and free this rank's connections and memory."""
         while self._calling is not None:
             self._calling.cancel()
             await self._called
@@ -133,9 +133,9 @@ class Party(Handle, ABC):
             await peer.aclose()
 
     async def _meet_sides(self, timeout: OpTimeout) -> None:
-        """Wait for the other ranks, and refuse to open a source on one rank and a target on another one.
+        """Wait for the other ranks, and raise an error if some ranks open a source and others a target.
 
-        Such ranks would wait for each other: a source asks its target before the source's ranks meet.
+        Without this check, a source rank would wait for the target, and the target rank would wait for the source rank.
         """
         for rank, side in enumerate(await self._lane.all_gather_object(self._side, timeout=timeout)):
             if side != self._side:
@@ -145,7 +145,8 @@ class Party(Handle, ABC):
     async def _together(self, call: Callable[[Left], Coroutine[Any, Any, Any]], timeout: OpTimeout) -> list[Any]:
         """Call a function on each rank, and return the results of all ranks.
 
-        :param call: the function. It ends by the deadline, and then fails. The other ranks wait somewhat longer.
+        :param call: the function, which must fail at the deadline. The other ranks wait for the function's result until
+            a few seconds after the deadline.
         :raises MoveLostError: the function has failed on another rank.
         :raises Exception: the function has failed on this rank. The other ranks then raise MoveLostError.
         """
@@ -165,7 +166,7 @@ class Party(Handle, ABC):
         return [result for _, result in told]
 
     async def _outcome(self, call: Coroutine[Any, Any, Any]) -> tuple[Any, list[Exception]]:
-        """Run this rank's own part of ``open``. Return its result, and the error if it has failed or was cancelled."""
+        """Run a function for :meth:`_together`. Return the result, and a list with the function's error or no error."""
         failures: list[Exception] = [CommError("its task was cancelled")]  # An error in a variable keeps its frames.
         result = None
         try:
@@ -205,7 +206,7 @@ class Party(Handle, ABC):
                 self._heard(rank, word)
 
     def _act(self, actions: list[Action]) -> None:
-        """Carry out actions in order, and also the actions that result from them."""
+        """Carry out actions in order, and then the further actions that result from these actions."""
         self._actions += actions
         if self._acting:
             return
@@ -219,7 +220,7 @@ class Party(Handle, ABC):
     def _tell(self, rank: int, word: Word) -> None:
         """Send a message to a rank of this side. If the rank is lost, the communicator reports the loss.
 
-        The message has no deadline, because the move has a deadline.
+        The message itself has no deadline, because the deadline of the move limits the wait.
         """
         if rank == self._rank:
             self._heard(rank, word)
@@ -256,7 +257,7 @@ class Party(Handle, ABC):
 
 
 def check_open(comm: Any, here: Any, timeout: OpTimeout) -> None:
-    """Refuse a wrong call of ``open`` before it counts, because the calls of all ranks have the same numbers."""
+    """Check the arguments of ``open`` before this rank counts the call. All ranks must count the same calls."""
     if not isinstance(comm, Communicator):
         raise wrong_type("comm", comm, "a Communicator")
     if not isinstance(here, Endpoint):

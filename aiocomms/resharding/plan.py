@@ -18,7 +18,7 @@ _NAMED: Final = 3
 
 
 class Copy(NamedTuple):
-    """A write of this rank: from a box of one of its chunks into a box of a target rank's chunk."""
+    """A write of this rank, from a box of one of this rank's chunks into a box of a target rank's chunk."""
 
     target: int
     chunk: ChunkRecord
@@ -44,7 +44,7 @@ class MovePlan(NamedTuple):
     """The copies of one source rank, and figures that are the same on all ranks."""
 
     copies: list[Copy]
-    """The copies, in an order in which the source ranks begin with different target ranks."""
+    """The copies, ordered so that the source ranks begin with different target ranks."""
     targets: tuple[int, ...]
     """The target ranks that this source rank writes to."""
     writers: tuple[tuple[int, ...], ...]
@@ -54,7 +54,7 @@ class MovePlan(NamedTuple):
 
 
 Owned = dict[str, list[tuple[int, ChunkRecord]]]
-"""The chunks of each tensor, by the tensor's name. Each chunk is in a pair with the rank that holds it."""
+"""The chunks of each tensor, by the tensor's name. Each chunk is in a pair with the rank that holds the chunk."""
 
 
 def planned(rank: int, source: Sequence[Sequence[ChunkRecord]], target: Sequence[TargetRecord]) -> MovePlan:

@@ -1,4 +1,4 @@
-"""The protocol that moves a version of the weights. The ranks are state machines.
+"""The protocol that moves a version of the weights. Each rank is a state machine.
 
 ::
 
@@ -8,13 +8,13 @@
                   <-Settled--                <-Settled--                  <--Whole----
 
 Rank 0 of the target decides: a version becomes current when all target ranks have the whole version. Until then the old
-version stays current. If a move fails, its buffers are never used again, because late bytes of a lost process may
-arrive at any time. The protocol is a two-phase commit. A rank votes for the commit when all bytes have arrived (Gray,
-"Notes on Data Base Operating Systems", 1978).
+version stays current. If a move fails, the ranks never use the move's buffers again, because late bytes of a lost
+process may arrive at any time. The protocol is a two-phase commit. A target rank votes for the commit when all bytes
+have arrived (Gray, "Notes on Data Base Operating Systems", 1978).
 
-A buffer is reused only when no rank reads the version in the buffer. Rank 0 drops that version first, so that no plan
-or step with that version begins any more. Then rank 0 asks the other ranks for their buffers, and tells them how many
-steps with that version have begun.
+A buffer is reused only when no rank reads the version in the buffer. First, target rank 0 drops the buffer's version,
+so that no plan or step with this version begins any more. Then rank 0 asks the other ranks for their buffers, and tells
+them how many steps with this version have begun.
 
 Each transition is a pure function. The function takes a state and a message, and returns the next state and the actions
 to carry out. :mod:`aiocomms.resharding.source` and :mod:`aiocomms.resharding.target` carry the actions out. The model
@@ -52,12 +52,11 @@ has already had this version or a higher version. ``DIFFERS``: the source ranks 
 """
 
 DOUBT: Final = "; it may have become current before that"
-"""The end of an error's message if there is no answer from target rank 0, which decides whether a version is current.
-"""
+"""The end of an error's message if target rank 0, which decides whether a version is current, has not answered."""
 
 
 class Notify(NamedTuple):
-    """The action to send a message to a rank, perhaps to the sender itself."""
+    """The action to send a message to a rank. The receiver may be the sender itself."""
 
     side: Side
     rank: int
@@ -77,7 +76,7 @@ class Offer(NamedTuple):
 
 
 class Switch(NamedTuple):
-    """The action of target rank 0 to use only this version in new steps and plans."""
+    """The action of target rank 0 to use only ``version`` in new steps and plans."""
 
     version: int
 
@@ -123,25 +122,25 @@ class TargetRank(NamedTuple):
     rank: int
     held: tuple[Held, ...]
     free: tuple[int, ...] = (1,)
-    """The buffers that are not in use."""
+    """The numbers of the buffers that are not in use."""
     made: int = 2
     """The number of buffers that were ever made."""
     move: Clear | None = None
     """The pending move of this rank."""
     filling: int | None = None
-    """The buffer that was offered for the last move."""
+    """The number of the buffer that this rank has offered for the last move; None: no buffer was offered."""
     missing: frozenset[int] = frozenset()
-    """The source ranks that have not written everything yet."""
+    """The source ranks that have not yet written all their parts of the version."""
     gone: int = 0
-    """The number of steps that began with the version that was dropped last.
+    """The number of steps that began with the version that this rank dropped last.
 
-    The number is kept even if the move then failed.
+    If the move after the drop fails, the rank keeps this number.
     """
 
     def clear(self, word: Clear) -> Next[TargetRank]:
         """Provide a buffer for a version.
 
-        If the version of the last move is not current, that move has failed, so drop its version.
+        If the version of the last move is not current, the last move has failed, so drop this version.
         """
         held = tuple(it for it in self.held if it.version == word.keep or it.buffer != self.filling)
         return self._replace(held=held, move=word, filling=None, missing=frozenset(word.writers))._offered()
@@ -176,7 +175,7 @@ class TargetRank(NamedTuple):
         return self._replace(held=held, move=None), [Notify("target", 0, Whole(self.move.move))]
 
     def lose(self, writer: int, why: str) -> Next[TargetRank]:
-        """Record that the connection with a source rank is lost, so its remaining writes will not arrive."""
+        """Record that the connection with a source rank is lost, so that the rank's remaining writes cannot arrive."""
         if self.move is None or writer not in self.missing:
             return self, []
         return self._replace(move=None), [Notify("target", 0, Broken(self.move.move, why))]
@@ -208,10 +207,10 @@ class TargetLeader(NamedTuple):
     current: int | None
     """The version of the next step; None if there is no version yet."""
     newest: int
-    """The highest version of any rank so far."""
+    """The highest version that any target rank has had."""
     moves: int = 0
     move: Propose | None = None
-    """The proposal of the source, from its arrival to the end of the move."""
+    """The source's proposal for the pending move; None if no move is pending."""
     source: bytes = b""
     cleared: tuple[bytes, ...] = ()
     """The descriptor of the buffer that each rank offers.
@@ -224,7 +223,7 @@ class TargetLeader(NamedTuple):
     """The reason why the target is lost; empty if the target is not lost."""
 
     def propose(self, source: bytes, word: Propose) -> Next[TargetLeader]:
-        """Begin a move. The source proposes a move only when it knows the result of its last move."""
+        """Begin a move. The source proposes a move only when the source knows the result of its last move."""
         if self.lost:
             return self, [_to_source(Settled(word.call, LOST, self.lost))]
         if word.version <= self.newest:
@@ -241,7 +240,7 @@ class TargetLeader(NamedTuple):
         return Notify("target", rank, asked)
 
     def cleared_by(self, rank: int, word: Cleared) -> Next[TargetLeader]:
-        """Record that a rank offers a buffer; rank 0 is the first to offer one."""
+        """Record that a rank offers a buffer. Rank 0 is the first rank that offers a buffer."""
         if self.move is None or word.move != self.moves:
             return self, []
         cleared = (*self.cleared[:rank], word.descriptor, *self.cleared[rank + 1 :])
@@ -291,7 +290,7 @@ class TargetLeader(NamedTuple):
         return self._replace(move=None), [_to_source(Settled(self.move.call, kind, why))]
 
     def waits_for(self) -> str:
-        """Return a text about what the pending move waits for. The source's error contains this text."""
+        """Return a text for the source's error, which says for what the pending move waits."""
         using = [rank for rank in range(self.ranks) if not self.cleared[rank]]
         if not self.cleared[0]:
             return "target rank 0 still uses the version before the current one"
@@ -399,7 +398,7 @@ class SourceLeader(NamedTuple):
     def falter(self, word: Falter) -> Next[SourceLeader]:
         """Record that a rank has given up the move.
 
-        If the target already uses the version, the answer of the target says so.
+        If the version is already current on the target, the target's answer to the withdrawal says this.
         """
         if word.call != self.call or self.phase == "withdrawn":
             return self, []
@@ -412,7 +411,7 @@ class SourceLeader(NamedTuple):
         return self._settle(word.kind, word.why + called)
 
     def closed_by(self, rank: int) -> Next[SourceLeader]:
-        """Record that a rank was closed. That rank has given up its own call before."""
+        """Record that a rank was closed. The closed rank has already given up its own call of ``move``."""
         after = self._replace(closed=self.closed or f"source rank {rank} was closed")
         return after._settle(LOST, after.closed) if self.entered and self.phase == "gathering" else (after, [])
 
@@ -449,7 +448,7 @@ def _to_source(word: Word) -> Notify:
 
 
 def _ranks(side: Side, ranks: list[int]) -> str:
-    """Return a phrase that names some ranks."""
+    """Return a phrase that names the given ranks."""
     names = ", ".join(map(str, ranks[:-1]))
     return f"{side} rank {ranks[0]}" if len(ranks) == 1 else f"{side} ranks {names} and {ranks[-1]}"
 

@@ -72,8 +72,8 @@ _LATER: Final = 1.0
 class Source(Party):
     """One rank of the side that has new weights; created by :meth:`open`.
 
-    A source belongs to the event loop and thread that created it. ``async with`` closes it. If the block ends with an
-    error, the source also aborts the connections to the target.
+    A source belongs to the event loop and thread that created it. The end of an ``async with`` block closes the source.
+    If the block ends with an error, the source also aborts the connections to the target.
     """
 
     _plan: MovePlan
@@ -108,18 +108,19 @@ class Source(Party):
     ) -> Self:
         """Connect to a target, and plan the moves. Collective. This source replaces the target's previous source.
 
-        If the task is cancelled, rank 0 still waits up to 5 seconds for the target's answer to a question.
+        If the task is cancelled, rank 0 still waits up to 5 seconds for the inventory that the target sends.
 
         :param comm: the communicator of the ranks that have the weights.
         :param tensors: this rank's parts of the weights, by name. Each is a whole tensor, a DTensor or a
             :class:`Chunk`. All must be dense and on the endpoint's device. Together the ranks must hold everything that
             the target needs, and may hold more. Each move reads the values that the tensors have at the time of the
             move.
-        :param here: an endpoint of this rank that only this source uses. Keep the endpoint open as long as the source.
+        :param here: an endpoint of this rank that only this source uses. Keep the endpoint open until this source is
+            closed.
         :param address: the :attr:`Target.address`; only the value on rank 0 is used.
-        :param convert: a function ``convert(name, part, dtype)``. It returns ``part``, a part of the tensor ``name``,
-            in the target's ``dtype``. The function runs in a thread, on parts of any shape, so the function must work
-            elementwise. If None, torch converts and rounds the values.
+        :param convert: a function ``convert(name, part, dtype)``. The function converts ``part``, a part of the tensor
+            ``name``, to the target's ``dtype``, and returns the result. The function runs in a thread, on parts of any
+            shape, so the function must work elementwise. If None, torch converts and rounds the values.
         :param timeout: the deadline of each phase of this call in seconds; None: no deadline. The default is the
             communicator's timeout.
         :raises ArgumentError: an argument is wrong, the source lacks elements that the target needs, the whole shape of
@@ -191,7 +192,7 @@ class Source(Party):
 
     @property
     def version(self) -> int:
-        """The highest version of the target that this rank knows."""
+        """The highest version that the target has had, as far as this rank knows."""
         return self._version
 
     @property

@@ -46,7 +46,7 @@ from aiocomms.resharding.words import (
 Tensors = Mapping[str, Tensor | Chunk]
 REPLACED = "another source has taken its place"
 MOST = 1 << 62
-"""The exclusive upper bound of versions."""
+"""The upper bound of versions. Every version is below this number."""
 
 
 def checked_version(version: Any) -> int:
@@ -63,8 +63,8 @@ def checked_version(version: Any) -> int:
 class Target(Party):
     """One rank of a server whose weights a source replaces while the server runs; created by :meth:`open`.
 
-    A target belongs to the event loop and thread that created it. ``async with`` closes it. If the block ends with an
-    error, the target also aborts the connections to the source.
+    A target belongs to the event loop and thread that created it. The end of an ``async with`` block closes the target.
+    If the block ends with an error, the target also aborts the connections to the source.
     """
 
     _inventory: Inventory
@@ -73,14 +73,14 @@ class Target(Party):
         super().__init__(comm, "target")
         self._here, self._memory = here, VersionMemory(here)
         self._tensors = tensors
-        """The program's tensors, until they are copied."""
+        """The program's tensors, until :meth:`open` has copied them."""
         self._state = TargetRank(comm.rank, (Held(version, 0),))
         self._leader = TargetLeader(comm.size, None, version)
         self._switched = Bell(self._driver)
         self._peers: dict[tuple[bytes, int], Peer] = {}
-        """The connections to source ranks. The key of a connection is the number of the source and the rank."""
+        """The connections to source ranks. The key is the pair of the source's number and the source rank."""
         self._speaker: tuple[bytes, Peer] | None = None
-        """The number of the source that moves versions, and the connection to its rank 0."""
+        """The number of the source that moves versions, and the connection to rank 0 of this source."""
 
     @classmethod
     async def open(
@@ -102,9 +102,11 @@ class Target(Party):
         :param tensors: this rank's parts of the weights, by name. Each is a whole tensor, a DTensor or a
             :class:`Chunk`, of any dtype. All must be dense and on the endpoint's device. A name must mean the same
             tensor on all ranks and at the source.
-        :param here: an endpoint of this rank that only this target uses. Keep the endpoint open as long as the target.
-        :param version: the version of the tensors' values, at least 0. The ranks' versions may differ, for example
-            because a rank is new. Then no version is current until a source has moved a version.
+        :param here: an endpoint of this rank that only this target uses. Keep the endpoint open until this target is
+            closed.
+        :param version: the version of the tensors' values, at least 0. The ranks may pass different versions,
+            for example because a rank is new. If the versions differ, no version is current until a source has moved
+            a version.
         :param timeout: the deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :raises ArgumentError: an argument is wrong, or another rank opens a source.
         :raises MoveLostError: another rank has failed or was cancelled.
@@ -149,9 +151,9 @@ class Target(Party):
 
     @property
     def version(self) -> int | None:
-        """The current version on rank 0; on any other rank, the newest version that is complete there.
+        """The current version on rank 0; the highest version that is complete on this rank, on any other rank.
 
-        None if there is no such version.
+        The value is None if there is no such version.
         """
         if self._rank == 0:
             return self._leader.current
@@ -163,12 +165,12 @@ class Target(Party):
     async def step(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> AsyncIterator[Weights]:
         """Take a step with the same version on all ranks: ``async with target.step() as weights``. Collective.
 
-        The method broadcasts an object from rank 0 on the communicator. So call it at the same place in the order of
-        collectives on all ranks. The weights stay unchanged until the end of the ``async with`` block.
+        The method broadcasts an object from rank 0 on the communicator. So all ranks must call this method at the
+        same place in the order of collectives. The weights stay unchanged until the end of the ``async with`` block.
 
         :param timeout: the deadline in seconds; None: no deadline. The default is the communicator's timeout.
-        :raises MoveLostError: no version is current, and none has become current within rank 0's deadline, or none
-            will be, because a rank was closed.
+        :raises MoveLostError: no version has become current before rank 0's deadline. The error is also raised if no
+            version is current and none can become current any more, because a rank was closed.
         :raises CommError: the communicator is lost or closed.
         """
         self._check("step")
@@ -192,7 +194,7 @@ class Target(Party):
         :meth:`at`. The call waits until there is a current version.
 
         :raises ArgumentError: this rank is not rank 0.
-        :raises MoveLostError: no version is current, and none will be, because a rank was closed or lost.
+        :raises MoveLostError: no version is current, and none can become current, because a rank was closed or lost.
         :raises CommError: the communicator is lost or closed.
         """
         if self._rank:
@@ -221,7 +223,7 @@ class Target(Party):
             self._release(version)
 
     async def _current(self, seconds: float) -> int | str:
-        """Wait until there is a current version on rank 0. Return this version, or the reason why there is none."""
+        """Wait until a version is current on rank 0. Return the version, or the reason why no version is current."""
         with anyio.move_on_after(seconds):
             while self._leader.current is None and not self._leader.lost:
                 await self._switched
@@ -303,7 +305,7 @@ class Target(Party):
             self._tell(0, Cleared(offer.move, self._memory.descriptor(offer.buffer), offer.steps))
 
     def _lose(self, why: str) -> list[Action]:
-        """Record that no further version will be current."""
+        """Record that no further version will become current."""
         self._leader, actions = self._leader.lose(why)
         self._switched.ring()
         return actions
@@ -392,7 +394,7 @@ class Target(Party):
 
 
 class _Step:
-    """A step on this rank. The step gets its version when the broadcast is done, even if the task was cancelled."""
+    """A step on this rank. The step gets its version from rank 0's broadcast, even if the step's task is cancelled."""
 
     version: int
 
@@ -400,7 +402,7 @@ class _Step:
         self._target, self._begun, self._over = target, False, False
 
     def hear(self, work: Work[Any]) -> None:
-        """Begin the step with the version that the broadcast returned; do nothing if it returned no version."""
+        """Begin the step with the version from rank 0's broadcast. Do nothing if the broadcast delivers no version."""
         if work.exception() is None and isinstance(work.result(), int):
             self.begin(work.result())
 

@@ -1,4 +1,4 @@
-"""The memory of a target rank: buffers that hold one version each, and into which the source writes."""
+"""The memory of a target rank: buffers into which the source writes. Each buffer holds one version."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Known(msgspec.Struct, frozen=True, tag=6, array_like=True):
 
 
 class Admit(msgspec.Struct, frozen=True, tag=7, array_like=True):
-    """A message with the buffers for a version. Source rank 0 also sends this message to the other source ranks."""
+    """A message with the descriptors of the target's buffers. Source rank 0 forwards it to all source ranks."""
 
     call: int
     move: int
@@ -119,7 +119,7 @@ class Admit(msgspec.Struct, frozen=True, tag=7, array_like=True):
 
 
 class Settled(msgspec.Struct, frozen=True, tag=8, array_like=True):
-    """A message that says that a move has ended. Source rank 0 also sends this message to the other source ranks."""
+    """A message that says that a move has ended. Source rank 0 forwards the message to all source ranks."""
 
     call: int
     kind: str = ""
@@ -137,7 +137,7 @@ class Clear(msgspec.Struct, frozen=True, tag=9, array_like=True):
     source: bytes
     version: int
     keep: int | None
-    """The current version, or None."""
+    """The current version, which the target ranks keep; None if no version is current."""
     steps: int
     """The number of steps that rank 0 has begun with the previous version.
 
@@ -152,7 +152,7 @@ class Cleared(msgspec.Struct, frozen=True, tag=10, array_like=True):
     move: int
     descriptor: bytes
     steps: int
-    """The number of steps that this rank has begun with the version that it dropped last."""
+    """The number of steps that the sender has begun with the version that the sender dropped last."""
 
 
 class Whole(msgspec.Struct, frozen=True, tag=11, array_like=True):
@@ -162,7 +162,7 @@ class Whole(msgspec.Struct, frozen=True, tag=11, array_like=True):
 
 
 class Broken(msgspec.Struct, frozen=True, tag=12, array_like=True):
-    """A notice of a target rank that it cannot get a whole version, for example because a source rank is lost."""
+    """A notice of a target rank that a version cannot arrive completely, for example because a source rank is lost."""
 
     move: int
     why: str
@@ -172,14 +172,14 @@ class Broken(msgspec.Struct, frozen=True, tag=12, array_like=True):
 
 
 class Enter(msgspec.Struct, frozen=True, tag=13, array_like=True):
-    """A notice of a source rank that it has called ``move``."""
+    """A notice of a source rank that this source rank has called ``move``."""
 
     call: int
     version: int
 
 
 class Falter(msgspec.Struct, frozen=True, tag=14, array_like=True):
-    """A notice of a source rank that it cannot continue a move."""
+    """A notice of a source rank that this source rank cannot continue a move."""
 
     call: int
     kind: str

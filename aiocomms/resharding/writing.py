@@ -1,4 +1,4 @@
-"""The writes of one source rank: copies into memory that it shares with target ranks, and puts to other ranks."""
+"""The writes of one source rank: copies into target ranks' shared memory, and puts to all other target ranks."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from aiocomms.resharding.words import DTYPES
 Convert = Callable[[str, Tensor, torch.dtype], Tensor]
 """The type of a function that gets a tensor's name, a part of the tensor and a dtype, and converts the part."""
 AT_ONCE: Final = 2
-"""The number of blocks that are put at the same time.
+"""The number of blocks that this rank puts at the same time.
 
-Each block has its own memory. So one block is packed while another block is sent.
+Each block has its own memory. So this rank packs one block while another block is sent.
 """
 TOGETHER: Final = 8
-"""The number of blocks that one call in a thread copies. Such a call takes a few milliseconds."""
+"""The number of blocks that a thread copies in one call. One call takes a few milliseconds."""
 _IN_THREAD: Final = 64 << 10
 """The smallest size in bytes of a block that a thread packs."""
 
