@@ -30,7 +30,7 @@ async def local_world(
 
     ``async with local_world(4) as comms:`` gives one communicator per rank. Run the ranks' code concurrently, with
     :func:`aiocomms.testing.run_ranks`, :func:`asyncio.gather` or a task group. The end of the block closes all
-        communicators, or aborts them if the block raises.
+    communicators. If the block raises an exception, the end of the block aborts the communicators.
 
     :param size: the number of ranks.
     :param transport: a transport that can run several ranks in one process; None: the simplest such transport.
@@ -69,9 +69,9 @@ async def local_world(
 
 @contextmanager
 def _watched(plan: Selection, world: list[Communicator]) -> Iterator[None]:
-    """Look for ops that can never complete, on the event loop, until the ``with`` block ends.
+    """Within the ``with`` block, look for ops that nothing pending on the event loop can complete.
 
-    Do nothing if the ranks' messages may also move by calls on other threads.
+    Do nothing if other threads may also move the ranks' messages.
     """
     watch = StrandedWatch(world) if set(plan.names.values()) == {in_process()} else None
     try:
@@ -82,7 +82,7 @@ def _watched(plan: Selection, world: list[Communicator]) -> Iterator[None]:
 
 
 class _Meeting:
-    """The state that the ranks share while their communicators open, and the store for later splits and recoveries."""
+    """The state that the ranks share while their communicators open, and their store for splits and recoveries."""
 
     def __init__(self, size: int, name: str, timeout: float) -> None:
         self.size, self.name, self.timeout = size, name, timeout
@@ -92,14 +92,14 @@ class _Meeting:
         self._given: dict[str, tuple[dict[int, bytes], anyio.Event]] = {}
 
     def given(self, key: str) -> tuple[dict[int, bytes], anyio.Event]:
-        """Return a dict from ranks to values, and the event that is set when the values of all ranks have arrived."""
+        """Return a dict from ranks to values, and the event that is set when all ranks have added their values."""
         if key not in self._given:
             self._given[key] = ({}, anyio.Event())
         return self._given[key]
 
 
 class _Together(StoreRendezvous):
-    """The rendezvous of a rank. The ranks exchange their values in memory.
+    """The rendezvous of one rank. All ranks exchange their values in the memory of this process.
 
     If the ranks exchanged values through a store, each rank would need a thread that polls the store.
     """

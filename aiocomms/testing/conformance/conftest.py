@@ -19,9 +19,9 @@ from aiocomms.testing.conformance.world import World, verdict
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Register the options if the command names the suite by its path.
+    """Register the suite's options if pytest's command line contains the path of the suite.
 
-    If the command names the suite's package instead, aiocomms' plug-in registers the options.
+    If the command line contains the suite's package instead, aiocomms' plug-in registers the options.
     """
     pluginmanager.import_plugin(options.__name__)
 
@@ -36,7 +36,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude the objects of torch and of the suite from later garbage collections, to save time."""
+    """Exclude all existing objects, such as torch's modules, from further garbage collections, to save time."""
     gc.collect()
     gc.freeze()
 
@@ -60,7 +60,7 @@ def comm() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
-    """Run a check on every rank instead of calling it in this process."""
+    """Run a check on every rank, instead of calling the check in this process."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     __tracebackhide__ = True

@@ -22,13 +22,13 @@ _DUMP = 0.3
 """The time, in seconds, that a process has to write the stacks of its threads to its file."""
 
 _CLOSE = 60.0
-"""The time, in seconds, in which ranks without pending operations must close and end."""
+"""The time limit, in seconds, in which ranks without pending operations must close and end."""
 
 
 def _context() -> Any:
     """Make a multiprocessing context with a fork server.
 
-    The server has imported all modules, so it forks each rank in milliseconds.
+    The fork server has imported all modules, so it forks each rank in milliseconds.
     """
     context = multiprocessing.get_context("forkserver")
     modules = [f"{conformance.__name__}.{module.name}" for module in pkgutil.iter_modules(conformance.__path__)]
@@ -99,7 +99,7 @@ class _Member:
         far_end.close()
 
     def send(self, *message: object) -> None:
-        """Send a message to the process. If the process is gone, the later wait for its answer reports the loss."""
+        """Send a message to the process. If the process is gone, the wait for the process's answer reports the loss."""
         try:
             self.pipe.send(message)
         except OSError:
@@ -125,7 +125,7 @@ class _Member:
     def end(self, deadline: float) -> int:
         """Wait for the end of the process, and return its exit code.
 
-        If the process has not ended at the deadline, kill it, and return -9.
+        If the process has not ended at the deadline, kill the process, and return -9.
         """
         self._process.join(max(deadline - time.monotonic(), 0))
         self._process.kill()
@@ -149,7 +149,7 @@ class _Conversation:
         self._outcomes: dict[int, Outcome] = {}
         self._stopped = False
         self.dying: set[int] = set()
-        """The ranks that kill themselves in this check."""
+        """The ranks whose processes kill themselves as a part of this check."""
 
     def outcomes(self) -> list[Outcome]:
         """Wait for the ranks' outcomes of the check, and return the outcomes in rank order."""

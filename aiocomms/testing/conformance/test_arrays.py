@@ -60,7 +60,7 @@ class ArrayLibrary:
         return self.name != "numpy" or comm.device.type == "cpu"
 
     def need(self, comm: Communicator) -> None:
-        """Skip the check if the library has no arrays on the device."""
+        """Skip the check if the library has no arrays on the communicator's device."""
         if not self.fits(comm):
             raise unittest.SkipTest("arrays of NumPy are on the CPU")
 
@@ -86,7 +86,7 @@ FORMS: list[Any] = [
     (functional.all_to_all,),
 ]  # fmt: skip
 RESULTS = ("outputs", "output", "tensor")
-"""The parameters that operations write and return. An operation's result is the first of these that it has."""
+"""The parameters that operations write. Each operation returns the first of these parameters that it has."""
 
 
 def each(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -210,7 +210,7 @@ async def test_broadcast_carries_every_numpy_dtype_and_shape(comm: Communicator,
 
 @ranks(2)
 async def test_read_only_array_is_accepted_as_input_and_refused_as_output(comm: Communicator, case: Case) -> None:
-    """A read-only array is refused as an argument that the operation writes."""
+    """An operation accepts a read-only array as an argument that it reads, and refuses it as one that it writes."""
     KINDS[0].need(comm)
     case.need("p2p")
     fixed = np.full(4, comm.rank, np.float32)
@@ -314,9 +314,9 @@ async def test_functional_forms_return_the_library_of_their_input(
 @ranks(2)
 @kinds
 async def test_array_is_kept_alive_until_its_operation_ends(comm: Communicator, case: Case, kind: ArrayLibrary) -> None:
-    """The check includes an op that is withdrawn.
+    """The check includes a withdrawn op.
 
-    Such an op keeps its array alive, and does not change the array's content.
+    A withdrawn op keeps its array alive, and does not change the array's content.
     """
     kind.need(comm)
     case.need("p2p")

@@ -94,7 +94,7 @@ async def test_peers_exchange_tensors_objects_and_streams(comm: Communicator, ca
 @pytest.mark.memory
 @ranks(2)
 async def test_put_of_every_dtype_is_visible_after_the_signal(comm: Communicator, case: Case) -> None:
-    """A put carries every dtype. The signal arrives after the data."""
+    """A put can carry elements of every dtype. The signal arrives after the data."""
     async with connected(comm, case) as (here, peer):
         for dtype in data.ALL_DTYPES:
             content = case.bits(dtype, (PART,))
@@ -121,9 +121,9 @@ async def test_put_of_every_dtype_is_visible_after_the_signal(comm: Communicator
 @pytest.mark.memory
 @ranks(2)
 async def test_both_peers_attach_and_close_regions_concurrently(comm: Communicator, case: Case) -> None:
-    """Each peer uses several regions of the other peer, in an order of its own.
+    """Each peer attaches and closes several regions of the other peer, in an order of its own.
 
-    The owners revoke the regions in another order.
+    The owner of the regions revokes the regions in a different order.
     """
     async with connected(comm, case) as (here, peer):
         slots = [case.full(torch.zeros(4, dtype=torch.int64)) for _ in range(5)]
@@ -154,7 +154,7 @@ async def test_both_peers_attach_and_close_regions_concurrently(comm: Communicat
 @pytest.mark.memory
 @ranks(2)
 async def test_revoked_region_completes_pending_ops_and_refuses_new_ones(comm: Communicator, case: Case) -> None:
-    """A pending op completes. New ops fail at the other end at once, and nothing can attach the descriptor again."""
+    """A pending op completes. New ops of the other end fail at once, and no peer can attach the region again."""
     async with connected(comm, case) as (here, peer):
         slot = case.full(torch.zeros(PART))
         if comm.rank == 1:
@@ -188,7 +188,7 @@ async def test_revoked_region_completes_pending_ops_and_refuses_new_ones(comm: C
 async def test_leased_blocks_are_read_filled_and_given_back(comm: Communicator, case: Case) -> None:
     """Rank 0 reads and fills leased blocks, whole and in part.
 
-    One hand-over of a block is cancelled, and another hand-over is dropped.
+    Rank 1 cancels one hand-over of a block. Rank 0 drops another lease.
     """
     if comm.device.type != "cpu":
         raise unittest.SkipTest("pools are on the CPU")
@@ -213,7 +213,7 @@ async def test_leased_blocks_are_read_filled_and_given_back(comm: Communicator, 
 
 
 async def use_leases(comm: Communicator, here: Endpoint, content: torch.Tensor) -> None:
-    """Do rank 0's part: use each lease from rank 1. The ``meta`` of a lease says how rank 0 uses the lease."""
+    """Use each lease that rank 1 sends, on rank 0. The ``meta`` of a lease says how rank 0 uses the lease."""
     leases = here.handed()
     async with await anext(leases) as handed:
         assert (handed.meta, len(handed)) == ("read", 3)

@@ -36,7 +36,7 @@ LARGE = 40_009
 
 
 def can(comm: Communicator, case: Case) -> bool:
-    """Return whether a rank may send to itself. If a rank may not do this, check that the calls raise an error."""
+    """Return whether a rank may send to itself. If not, check that sends and receives of this kind raise an error."""
     case.need("p2p")
     if comm.device.type == "cpu":
         return True
@@ -49,7 +49,7 @@ def can(comm: Communicator, case: Case) -> bool:
 @ranks(1, 2, more=(3,))
 @pytest.mark.parametrize("early", ["send", "recv"])
 async def test_self_send_and_recv_match_whichever_is_posted_first(comm: Communicator, case: Case, early: str) -> None:
-    """A program may change a tensor after its send is done, and only the receive's buffer is written."""
+    """A program may change the sent tensor after the send is done. The message changes only the receive's buffer."""
     if not can(comm, case):
         return
     for dtype in data.ALL_DTYPES:
@@ -133,7 +133,7 @@ async def test_object_sent_to_self_arrives_as_a_copy(comm: Communicator, case: C
 
 @ranks(3, more=(1, 2))
 async def test_batch_to_all_ranks_includes_this_rank(comm: Communicator, case: Case) -> None:
-    """This rank is no special case in an exchange of every rank with every rank."""
+    """A batch can contain the messages to this rank as well as the messages to all other ranks."""
     if not can(comm, case):
         return
     slots = [case.empty(torch.float32, (r + 2,)) for r in range(comm.size)]
@@ -179,7 +179,7 @@ async def test_self_recv_of_another_size_fails_and_the_next_message_arrives(
 @ranks(2, more=(1,))
 @pytest.mark.parametrize("early", ["send", "recv"])
 async def test_self_recv_of_another_dtype_loses_the_communicator(comm: Communicator, case: Case, early: str) -> None:
-    """The communicator is lost, as after any receive whose message has another dtype."""
+    """The communicator is lost, as after any receive whose dtype differs from the message's dtype."""
     if not can(comm, case):
         return
     if comm.rank:

@@ -89,7 +89,7 @@ async def test_split_orders_its_ranks_as_given(comm: Communicator, case: Case) -
 @pytest.mark.fault(136)
 @ranks(3, more=(2, 7))
 async def test_create_group_by_its_members_alone_forms_a_communicator(comm: Communicator, case: Case) -> None:
-    """The other ranks take no part. A second group of the same name is a different communicator."""
+    """The ranks outside the group take no part. A second group of the same name is a different communicator."""
     members = [comm.size - 1, 0]
     for _ in range(2) if comm.rank in members else ():
         child = await comm.create_group(members, "some of them")

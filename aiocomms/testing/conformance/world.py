@@ -33,7 +33,7 @@ class World(ABC):
 
     @abstractmethod
     def run(self, request: Request) -> list[Outcome]:
-        """Run a check on every rank. The method returns soon after the deadline at the latest, even if the check hangs.
+        """Run a check on every rank. Even if the check hangs, the method returns soon after the deadline.
 
         :returns: the outcomes, by rank.
         """

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any, Final, NamedTuple
 
 _MOMENT: Final = 5e-5
-"""The longest time in seconds that a switch to a thread, or back to the event loop, takes."""
+"""The longest time, in seconds, that a switch from the event loop to a thread or back takes."""
 
 
 class Occurrence(NamedTuple):
@@ -24,7 +24,7 @@ class Occurrence(NamedTuple):
 
 
 class Clockwork:
-    """The virtual time of a world. It jumps from the time of one call to the time of the next call."""
+    """The virtual time of a world. The time jumps from one scheduled call to the next scheduled call."""
 
     def __init__(self, seed: int) -> None:
         """Begin without scheduled calls."""

@@ -18,7 +18,7 @@ def of_program(frame: FrameType) -> bool:
 
 
 def line(frame: FrameType) -> str:
-    """Return the text of a frame's line: its file, its number and its function."""
+    """Return a text that names the file, the line number and the function of a frame."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_qualname}"
 
 

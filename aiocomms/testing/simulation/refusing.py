@@ -36,7 +36,7 @@ _EVENTS: Final = {
 _Function = Callable[..., Any]
 
 _here = threading.local()
-"""The flag ``on`` of each thread, which is True while the thread runs a simulated program."""
+"""The flag ``on`` of each thread. The flag is True while the thread runs a simulated program."""
 _installed: list[bool] = []
 
 
@@ -46,7 +46,7 @@ def refuse(what: str) -> SimulationError:
 
 
 def watch(on: bool) -> bool:
-    """Turn the refusal on or off for this thread, and return its previous state."""
+    """Turn the refusal on or off for this thread. Return True if the refusal was on before."""
     if not _installed:
         sys.addaudithook(_audit)
         _installed.append(True)
@@ -62,7 +62,7 @@ def watched() -> bool:
 
 @contextmanager
 def calls_audited() -> Iterator[None]:
-    """Refuse also the calls for which Python raises no audit event, within the context."""
+    """Within the context, also refuse the calls for which Python raises no audit event."""
     with ExitStack() as stack:
         for owner, name, replacement in _UNHEARD:
             function = getattr(owner, name)

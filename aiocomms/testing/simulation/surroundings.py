@@ -1,4 +1,4 @@
-"""The parts of Python that a simulation replaces: the module ``time``, and the end of asynchronous generators."""
+"""The parts of Python that a simulation replaces: the module ``time``, and the end of dropped async generators."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def outside_the_loop() -> Iterator[None]:
 
 @contextmanager
 def _generators_end(running: Callable[[], Timeline | None]) -> Iterator[None]:
-    """End each forgotten asynchronous generator in a task of its process, as asyncio does.
+    """End each asynchronous generator that the program has dropped, in a task of the generator's process.
 
-    A generator of a process that has ended takes no further step. The list ``forgotten`` keeps such a generator until
-    the end of the context. Python calls the finalizer of a generator only once.
+    A generator of an ended process takes no further step. Until the end of the context, the list ``forgotten`` keeps
+    the generator alive, because Python calls the finalizer of a generator only once.
 
     :param running: a function that returns the running process, or None.
     """

@@ -1,7 +1,7 @@
 """The connections of endpoints in a simulation. The classes implement protocols of :mod:`aiocomms.lowlevel.lines`.
 
-A blocking call runs in a simulated thread. The call waits for an event of the simulated process to which the thread
-belongs.
+A blocking call runs in a simulated thread. The thread belongs to a simulated process, and
+the call waits for an event in this process.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Proof(NamedTuple):
 
 
 class Admitted(NamedTuple):
-    """The answer to the proof. The answer says whether the proof was valid."""
+    """The answer to the proof, which says whether the proof was valid."""
 
     proved: bool
 
 
 class Said(NamedTuple):
-    """A message on a line."""
+    """A frame with one message of a connection."""
 
     what: bytes
 
