@@ -1,4 +1,4 @@
-"""Matching of sends with receives, and of the ranks' calls of each collective."""
+"""The matching of sends with receives, and of the ranks' calls of each collective."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Each entry is a rank, the work of that rank, and the result of the work or its :
 """
 
 Key = tuple[int, int, int, int]
-"""Source, destination, channel and tag. A send and a receive match if all four are equal."""
+"""The source, destination, channel and tag of a message. A send and a receive match if all four values are equal."""
 
 
 class LocalRank(Protocol):
@@ -173,14 +173,14 @@ class SharedMatcher:
         return [peer for peer in (_peer(op),) if peer is not None]
 
     def _lose(self, calls: dict[int, tuple[Any, Completion]], error: CommError) -> Done:
-        """End the communicator with an error, because it cannot perform a collective. For example, the calls differ."""
+        """End the communicator with an error, because a collective cannot run, for example because the calls differ."""
         self.failure = error
         return [(r, w, error) for r, (_, w) in calls.items()]
 
     # ---------------------------------------------------------------------------------------- ranks that close
 
     def leave(self, rank: int) -> Done:
-        """Close a rank. Fail those works of other ranks that need this rank.
+        """Close a rank. Fail the works of other ranks that need the closed rank.
 
         If one of these works is a collective, the whole communicator is lost.
         """
@@ -214,14 +214,14 @@ class SharedMatcher:
 
 
 def _transfer(send: ops.Send, recv: ops.Recv, src: int) -> Any:
-    """Copy one message. Return the result of the receive, or its error."""
+    """Copy one message. Return the result or the error of the receive."""
     return copy_message(send.tensor, recv.tensor, src) or OP_RESULT
 
 
 def _resized(records: Sequence[ops.Op]) -> CommError | None:
-    """Return an error if the storage of one of a collective's tensors is too small; None if all are large enough.
+    """Return an error if a tensor of a collective has too small a storage; None if all storages are large enough.
 
-    Without this check, torch would crash.
+    Without this check, torch would crash the process.
     """
     for rank, record in enumerate(records):
         if not all(has_room(tensor) for _, tensor in record.reads() + record.writes()):

@@ -1,6 +1,6 @@
 """The semantics of each collective, which is its effect on the tensors of all ranks.
 
-The records of the ranks are in rank order.
+Each function gets the records of all ranks, in rank order.
 """
 
 from __future__ import annotations

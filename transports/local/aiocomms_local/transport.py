@@ -20,7 +20,7 @@ from aiocomms_local.semantics import perform
 _forming: dict[bytes, SharedMatcher] = {}
 """The matchers of the communicators that are being opened.
 
-The key is a token. Every rank uses the matcher with the token of rank 0.
+The keys are tokens. Every rank uses the matcher whose key is rank 0's token.
 """
 _forming_lock = threading.Lock()
 
@@ -31,9 +31,10 @@ _COLLECTIVE: frozenset[type[ops.Op]] = _PERFORMED | {ops.WindowOpen, ops.WindowC
 class LocalTransport(Transport):
     """The transport between ranks that are tasks of one process, in one event loop or in the loops of several threads.
 
-    ``post`` does all the work. For a send and its receive, the second call moves the data; for a collective, the last
-    call. This call also completes the works of all ranks that take part. A send waits for its receive, whatever the
-    size of the message. So this transport exposes programs that rely on buffering.
+    ``post`` does all the work. Of a send and its receive, the second call moves the message. Of the ranks' calls of a
+    collective, the last call moves the data. The call that moves the data also completes the works of all ranks that
+    take part. A send waits for its receive, whatever the size of the message. So a program that relies on buffered
+    sends hangs with this transport.
     """
 
     capabilities = Capabilities(

@@ -1,4 +1,4 @@
-"""The semantics of the one-sided operations, which read and write the target's tensor directly."""
+"""The semantics of the one-sided operations. Each operation directly reads or writes the target's tensor."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class LocalWindow:
         self.mapped = range(len(tensors))
         """The ranks whose memory this process can access."""
         self.signals: Counter[tuple[int, int]] = Counter()
-        """The number of signals that no wait has consumed yet. The key is the pair of source and destination."""
+        """The numbers of signals that no wait has consumed yet, by the pair of source and destination."""
         self.waiting: defaultdict[tuple[int, int], deque[Completion]] = defaultdict(deque)
-        """The waits that no signal has ended yet. The key is the pair of source and destination."""
+        """The waits that no signal has ended yet, by the pair of source and destination."""
 
     def act(self, op: Any, rank: int, work: Completion) -> list[tuple[int, Completion, Any]]:
         """Perform an operation that rank ``rank`` has called.
