@@ -66,7 +66,7 @@ def broadcast(tensor: Given, root: int, group: AnyGroup = None) -> Work[Given]:
 def all_reduce(tensor: Given, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = None) -> Work[Given]:
     """Give every rank the reduction of all ranks' tensors.
 
-    :param op: a :class:`ReduceOp`, or ``"sum" "mean" "max" "min" "product"``.
+    :param op: a :class:`ReduceOp`, or one of the names ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` and ``"product"``.
     """
     return get_comm(group).all_reduce(_copy("tensor", tensor), op)
 

@@ -59,7 +59,7 @@ def _check_count(argument: str, value: int, most: int, unit: str) -> None:
 
 
 def tag_of(name: str) -> int:
-    """Return the tag that all streams with this name use for their greetings."""
+    """Return the tag of the greetings of all streams with the name ``name``."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little", signed=True)
 
 

@@ -209,7 +209,7 @@ class Lane(PointToPoint, Collectives, Objects):
         return self._core.follow(work, self._seconds, look_after, index)
 
     def _adopted(self, work: LaneWork[Any], part: RunPart) -> None:
-        """Give the router a message that native code has posted without the router."""
+        """Hand over to the router a message that native code has posted without the router."""
         self._core.router.adopt(work, part)
 
     def _asked(self, hints: Mapping[str, Any] | None, timeout: OpTimeout) -> float:

@@ -255,7 +255,7 @@ def _run(birth: Birth) -> NoReturn:
 
 
 def _show(error: BaseException) -> None:
-    """Show an error as the interpreter does, without the frames of this module and of runpy."""
+    """Print an error as the interpreter does, without the frames of this module and of runpy."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next

@@ -24,9 +24,9 @@ from aiocomms.lowlevel.jobstore import JobStore
 from aiocomms.lowlevel.stores import new_server, store_errors
 
 _COMES: Final = 600.0
-"""The seconds for which a host waits until the first host has started."""
+"""The time limit, in seconds, for the first host's start. The other hosts wait for this start."""
 _LEAVES: Final = 10.0
-"""The seconds for which the first host waits until the other hosts have confirmed the end of the job."""
+"""The longest time, in seconds, that the first host waits for the other hosts to confirm the end of the job."""
 _ANSWERS: Final = timedelta(seconds=30)
 """The time limit for an answer of the first host. After the limit, the first host counts as failed."""
 _PAUSE: Final = 0.05

@@ -259,7 +259,10 @@ class GetV(_Runs, frozen=True, eq=False):
 
 
 class FetchAdd(_OnWindow, frozen=True, eq=False):
-    """An atomic addition of ``value`` to an element of rank ``dst``'s part. The result is the element's old value."""
+    """An atomic addition of ``value`` to an element of rank ``dst``'s part of the window.
+
+    The result is the element's old value.
+    """
 
     name = kind = "fetch_add"
     dst: int
@@ -272,7 +275,7 @@ class FetchAdd(_OnWindow, frozen=True, eq=False):
 
 
 class CompareSwap(_OnWindow, frozen=True, eq=False):
-    """An atomic write of ``value`` to an element of rank ``dst``'s part, if the element equals ``expected``.
+    """An atomic write of ``value`` to an element of rank ``dst``'s window part, if the element equals ``expected``.
 
     The result is the element's old value.
     """

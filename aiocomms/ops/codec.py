@@ -33,7 +33,7 @@ MAX_OBJECT_BYTES = 64 * 2**20
 """The largest size of an encoded object in bytes, with the values that are sent separately."""
 
 MAX_ITEMS = 2**20
-"""The largest number of values in an object. A value that is encoded in one byte can need 100 bytes when decoded."""
+"""The largest number of values in an object. A value of one encoded byte can need 100 bytes after decoding."""
 
 _encoder = msgspec.msgpack.Encoder()
 _DTYPES = sorted(DTYPES, key=str)

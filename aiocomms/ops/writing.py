@@ -59,7 +59,7 @@ def note_copy(out: Tensor) -> None:
 
 
 def copies_under_way(gpu: int) -> list[torch.cuda.Event]:
-    """Return one CUDA event for each stream. The event completes when the GPU has done the stream's recorded copies."""
+    """Return one CUDA event per stream with recorded copies. The event completes when the GPU has done the copies."""
     return [event for (index, _), event in _copies.items() if index == gpu]
 
 

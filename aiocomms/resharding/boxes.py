@@ -26,7 +26,7 @@ class Box(NamedTuple):
         return math.prod(self.sizes)
 
     def within(self, other: Box) -> Box:
-        """Return this box relative to another box that contains it."""
+        """Return this box with offsets relative to another box, which contains this box."""
         return Box(tuple(a - b for a, b in zip(self.offsets, other.offsets, strict=True)), self.sizes)
 
     def slices(self) -> tuple[slice, ...]:

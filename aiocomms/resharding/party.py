@@ -79,7 +79,7 @@ class Party(Handle, ABC):
 
     @abstractmethod
     def _heard(self, rank: int, word: Word) -> None:
-        """Handle a message of a rank of this side, perhaps of this rank itself."""
+        """Handle a message of a rank of this side. The sender may be this rank itself."""
 
     @abstractmethod
     def _do(self, action: Action) -> None:

@@ -22,11 +22,11 @@ class Copy(NamedTuple):
 
     target: int
     chunk: ChunkRecord
-    """The chunk of the target rank."""
+    """The target rank's chunk into which this rank writes."""
     there: Box
-    """The box within the target rank's chunk."""
+    """The box to write, with offsets within the target rank's chunk."""
     box: Box
-    """The box within this rank's chunk of the same tensor."""
+    """The box to read, with offsets within this rank's chunk of the same tensor."""
 
     @property
     def nbytes(self) -> int:

@@ -64,7 +64,7 @@ class Notify(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """The action of a target rank to prepare a buffer, and to send :class:`Cleared` to rank 0."""
+    """The action of a target rank to prepare a buffer, and to send :class:`Cleared` to target rank 0."""
 
     move: int
     buffer: int
@@ -113,7 +113,7 @@ class Held(NamedTuple):
     uses: int = 0
     """The number of steps and plans that read the version now."""
     steps: int = 0
-    """The number of steps with the version that have begun."""
+    """The number of steps that have begun with the version."""
 
 
 class TargetRank(NamedTuple):
@@ -213,9 +213,9 @@ class TargetLeader(NamedTuple):
     """The source's proposal for the pending move; None if no move is pending."""
     source: bytes = b""
     cleared: tuple[bytes, ...] = ()
-    """The descriptor of the buffer that each rank offers.
+    """The descriptors of the buffers that the target ranks offer, in rank order.
 
-    A descriptor is empty if the rank has not offered a buffer yet.
+    The descriptor is empty if a rank has not offered a buffer yet.
     """
     whole: frozenset[int] = frozenset()
     """The ranks that have the whole version."""

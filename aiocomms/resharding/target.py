@@ -292,7 +292,7 @@ class Target(Party):
                 self._switched.ring()
 
     async def _offer(self, offer: Offer) -> None:
-        """Prepare a buffer. At the same time, tasks revoke the regions of buffers that are no longer used."""
+        """Prepare a buffer. At the same time, background tasks revoke the regions of dropped buffers."""
         state = self._state
         named = {*(it.buffer for it in state.held), *state.free, offer.buffer}
         for region in self._memory.drop(named):

@@ -44,7 +44,7 @@ async def write(
     buffers: Mapping[int, tuple[Peer, bytes]],
     convert: Convert | None,
 ) -> None:
-    """Write all copies, and wait until they are visible to the target.
+    """Write all copies, and wait until the written data is visible to the target.
 
     A cancelled call first waits for the pending operations.
 

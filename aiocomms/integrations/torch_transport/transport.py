@@ -1,4 +1,4 @@
-"""The transport, which is an endpoint with one peer."""
+"""The transport of torch that moves data through an endpoint with one peer."""
 
 from __future__ import annotations
 

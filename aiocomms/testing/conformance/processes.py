@@ -19,7 +19,7 @@ from aiocomms.testing.conformance.rank import Request
 from aiocomms.testing.conformance.world import GRACE, STOP, World
 
 _DUMP = 0.3
-"""The time, in seconds, that a process has to write the stacks of its threads to its file."""
+"""The time limit, in seconds, for a process to write the stacks of its threads to the process's file."""
 
 _CLOSE = 60.0
 """The time limit, in seconds, in which ranks without pending operations must close and end."""

@@ -105,7 +105,7 @@ class Timeline:
         self.unraised: list[dict[str, Any]] = []
         """The errors that could not be raised to a caller.
 
-        Each is a context for the exception handler of an event loop.
+        Each entry is a context dict for the exception handler of an event loop.
         """
 
     def __repr__(self) -> str:

@@ -31,7 +31,7 @@ _EVENTS: Final = {
     "subprocess.Popen": "another process",
     "time.sleep": "a sleep that blocks",
 }
-"""The refused events of :func:`sys.addaudithook`, and their names in error messages."""
+"""The audit events (see :func:`sys.addaudithook`) that the simulation refuses, and their names in error messages."""
 
 _Function = Callable[..., Any]
 
