@@ -145,8 +145,8 @@ class Party(Handle, ABC):
     async def _together(self, call: Callable[[Left], Coroutine[Any, Any, Any]], timeout: OpTimeout) -> list[Any]:
         """Call a function on each rank, and return the results of all ranks.
 
-        :param call: the function, which must fail at the deadline. The other ranks wait for the function's result until
-            a few seconds after the deadline.
+        :param call: the function, which must fail at the deadline. After the function, each rank waits for the results
+            of the other ranks, for at most ``timeout`` plus 5 seconds.
         :raises MoveLostError: the function has failed on another rank.
         :raises Exception: the function has failed on this rank. The other ranks then raise MoveLostError.
         """
