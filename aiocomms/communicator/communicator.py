@@ -53,9 +53,9 @@ from aiocomms.transport import Transport
 class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked):
     """One rank's handle on a fixed, ordered group of ranks; made by :func:`aiocomms.new_comm`.
 
-    A call starts an operation, and returns a :class:`~aiocomms.Work` at once. A communicator belongs to
-    the event loop, thread and process that made it. The methods :meth:`abort`, :meth:`dump` and :meth:`statistics` may
-    be called on any thread.
+    The methods for operations start an operation, and return its :class:`~aiocomms.Work` at once. A communicator
+    belongs to the event loop, thread and process that made it. The methods :meth:`abort`, :meth:`dump` and
+    :meth:`statistics` may be called on any thread.
     """
 
     rank: int
@@ -103,7 +103,10 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         return f"<Communicator '{self.name}' rank {self.rank} of {self.size} on {self.device}{state}>"
 
     def _report(self, rendezvous: StoreRendezvous) -> None:
-        """Report to the launcher that this rank has formed this communicator, and later report a rank that has died."""
+        """Report to the launcher that this rank has formed this communicator.
+
+        If a peer dies later, report its rank too.
+        """
         about = rendezvous.rank, rendezvous.size, rendezvous.base, rendezvous.epoch
 
         def lost(error: CommError) -> None:
@@ -166,7 +169,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         return (self._issue_in_order if lane is None else lane._issue)(op, hints, timeout)
 
     def _posted(self, work: StartedWork[Any], look_after: Callable[[int], object], index: int) -> Work[Any]:
-        """Track a pending op that a shortcut has already posted."""
+        """Register the pending work of an op that native code has already posted."""
         return self._core.follow(work, self._seconds, look_after, index)
 
     def lane(self, key: Key) -> Lane:
@@ -196,8 +199,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         """Abort the communicator on every rank: all pending works of all ranks fail with :class:`CommAbortedError`.
 
         Any thread and any signal handler may call this method. Once the call returns, no operation can start. Pending
-        works end on the loop's next turn. If the communicator is aborted again, the later call does nothing, and the
-        reason of the first call remains.
+        works end in the loop's next iteration. If the communicator is aborted again, the later call does nothing, and
+        the reason of the first call remains.
 
         :param reason: the reason. The other ranks also get this reason.
         """
@@ -209,7 +212,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         Any number of tasks may wait. These tasks resume when the pending works have ended, or at once if the
         communicator is already lost.
 
-        :returns: the error that caused the loss. Every later call and every abort hook gets the same error.
+        :returns: the error that caused the loss. The abort hooks get this error, and later operations raise this error.
         :raises CommClosedError: this rank closed the communicator before its loss.
         :raises RuntimeError: the caller is not on the communicator's thread.
         """
@@ -238,7 +241,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     async def _leave(self) -> None:
         """Withdraw this communicator from the live view and from the rendezvous.
 
-        Other communicators may still use both. Calls that block run in another thread.
+        Other communicators may continue to use the live view and the rendezvous. This method does not block the loop:
+        it runs blocking calls in another thread.
         """
         leaving, self._leaving = self._leaving, None
         if leaving is not None and leaving.stopped.locked():
@@ -304,11 +308,11 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
         Collective over this communicator.
 
-        :param ranks: the members of the new communicator that this rank joins, as ranks of this communicator. Their
-            order is the rank order of the new communicator. All members of a new communicator pass the same list. A
-            rank that joins no new communicator passes an empty list.
-        :param name: the new communicator's name, the same on all members. None: the name is this communicator's name
-            and a number.
+        :param ranks: the members of the new communicator that this rank joins, as ranks of this communicator. The order
+            in the list is the rank order of the new communicator. All members of a new communicator pass the same list.
+            A rank that joins no new communicator passes an empty list.
+        :param name: the new communicator's name, the same on all members. None: the name is this communicator's name, a
+            slash and a number.
         :param timeout: the new communicator's timeout in seconds, which also limits the time of its formation, as in
             :func:`aiocomms.new_comm`. The default is the timeout with which this communicator was formed.
         :param hints: advice to the transports, which takes precedence over the hints of this communicator.
@@ -396,7 +400,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         again.
 
         :param ranks: the members, as in :meth:`split`.
-        :param name: the name, the same on all members. It distinguishes groups that the members form at the same time.
+        :param name: the name, the same on all members. The name distinguishes groups that the members form at the same
+            time.
         :param timeout: see :meth:`split`.
         :raises ArgumentError: an argument is wrong. Nothing was sent.
         :raises CommAbortedError: this communicator is lost; or the new communicator was not formed, for the reasons in
@@ -417,15 +422,16 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     ) -> Communicator:
         """Form a communicator that replaces this communicator.
 
-        This communicator may be lost. Collective over the remaining ranks.
+        Collective over the remaining ranks. The call also works if this communicator is already lost.
 
-        This communicator is closed once the new one is formed. The pending ops of this communicator continue until its
-        close, unless this communicator is lost.
+        When the new communicator is formed, this communicator is closed. Until then, the pending ops of this
+        communicator continue, unless this communicator is lost.
 
         :param ranks: the list of the remaining ranks, the same on all ranks. None: the remaining ranks are those that
             call this method within the first quarter of ``timeout``.
-        :param size: the new size. Remaining ranks keep their numbers, and newcomers (``new_comm(join=True)``) fill the
-            gaps. None: the remaining ranks get new numbers, in the order of their old numbers.
+        :param size: the number of ranks of the new communicator. Remaining ranks keep their numbers, and newcomers
+            (``new_comm(join=True)``) fill the gaps. None: the remaining ranks get new numbers, in the order of their
+            old numbers.
         :raises RuntimeError: the caller is not on the communicator's thread.
         :raises CommError: another task of this rank is already reconfiguring this communicator. Nothing was sent.
         :raises CommAbortedError: the other ranks exclude this rank, and form the new communicator without it.
@@ -450,9 +456,9 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             self._reconfiguring = False
 
     def statistics(self) -> Statistics:
-        """Return a plain record of the communicator's activity, now and in the past. Any thread may call this method.
+        """Return a record of the communicator's present and past activity. Any thread may call this method.
 
-        This record causes no additional work for ops.
+        Ops do no additional work for this record.
         """
         return statistics_of(self._core, self.transports)
 
@@ -482,15 +488,12 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
 
 def _follows(op: Op) -> bool:
-    """Return whether an op is one that runs in the task's current lane."""
+    """Return whether an op runs in the task's current lane, if the task has one."""
     return op.family == "collectives" or (op.family != "rma" and getattr(op, "channel", ops.USER) == ops.USER)
 
 
 def _disown_in_child() -> None:
-    """Disown all communicators in a forked child process.
-
-    The child must neither use nor close the sockets of its parent.
-    """
+    """Make all communicators unusable in a forked child process, and do not touch the parent's sockets."""
     for guard in guards():
         guard.dismiss()
         guard.comm._disown()

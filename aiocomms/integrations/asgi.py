@@ -98,8 +98,8 @@ class WebService(Handle):
         This method is an ASGI application, which can be mounted anywhere.
 
         ``/healthz`` answers 200 while the service runs or recovers. ``/readyz`` answers 200 while the service accepts
-        plans. Otherwise the answer is 503 and contains the reason. ``/metrics`` answers with all metrics of Prometheus'
-        default registry, which include those of this service.
+        plans. In all other states, both answer 503 with the reason. ``/metrics`` answers with all metrics of
+        Prometheus' default registry, which include those of this service.
         """
         if scope["type"] != "http":
             return
@@ -136,7 +136,7 @@ def _metrics() -> tuple[int, str, str]:
 
 
 def _measure(service: Service) -> None:
-    """Register a service with Prometheus, if its client is installed."""
+    """Register a service with Prometheus, if Prometheus' Python client is installed."""
     try:
         from aiocomms.integrations.prometheus import instrument
     except ImportError:
@@ -198,7 +198,7 @@ async def until_disconnect(client: Any, awaitable: Awaitable[T]) -> T:
 
 
 async def _departure(receive: Receive) -> CommError:
-    """Wait until the client disconnects, and return the error to raise."""
+    """Wait until the client disconnects, and return the error that :func:`until_disconnect` raises."""
     while (message := await receive())["type"] != "http.disconnect":
         if message.get("body") or message.get("more_body"):
             return ArgumentError("the request has a body that was not read: read it before")

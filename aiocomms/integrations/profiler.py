@@ -73,10 +73,11 @@ class Recording(Handle):
 
 
 def record_ops(comm: Traceable) -> Recording:
-    """Show each later op as a range in torch's profiler, such as ``aiocomms:all_reduce``, while the profiler runs.
+    """Show the ops of a communicator as ranges in torch's profiler, such as ``aiocomms:all_reduce``.
 
-    A range lasts from the op's call to the op's end, and ends before the awaiting tasks resume. So the range has the
-    duration of the op even if the event loop is busy.
+    A range appears for each op that is called after this call and while the profiler runs. A range lasts from the op's
+    call to the op's end, and ends before the awaiting tasks resume. So the range has the duration of the op even if the
+    event loop is busy.
 
     :param comm: a :class:`~aiocomms.Communicator`, :class:`~aiocomms.Portal` or blocking communicator.
     :returns: a handle with ``.remove()``.

@@ -35,10 +35,11 @@ class Portal(Operations, Hooked):
     Each method has the arguments and the result of the communicator's method of the same name. If the communicator's
     method returns a :class:`~aiocomms.Work`, the portal's method returns a :class:`BlockingWork`. If the communicator's
     method is a coroutine function, the portal's method blocks until the coroutine is done. Calls of one thread start in
-    the order in which the thread makes them. Calls of several threads start one after the other. Each call sees the
-    context variables of its thread.
+    the order in which the thread makes them. Calls of several threads start one after the other. Each call runs with
+    the context variables of the thread that makes the call.
 
-    Ctrl-C cancels a blocking call, and waits for the call's end. A second Ctrl-C ends this wait.
+    On Ctrl-C, the portal cancels a blocking call, and waits until the call has ended. On a second Ctrl-C, the portal
+    does not wait any longer.
     """
 
     rank: int
@@ -84,7 +85,7 @@ class Portal(Operations, Hooked):
     # --------------------------------------------------------------------------------------------- operations
 
     def lane(self, key: Key) -> BlockingLane:
-        """Return a lane. Its operations match only operations in lanes with the same key on the other ranks.
+        """Return a lane. The lane's operations match only operations in lanes with the same key on the other ranks.
 
         See :meth:`Communicator.lane`.
 
@@ -130,7 +131,7 @@ class Portal(Operations, Hooked):
     # --------------------------------------------------------------------------------------------------- life
 
     def abort(self, reason: str | BaseException) -> None:
-        """Abort the communicator on every rank; see :meth:`Communicator.abort`. Any thread may call this."""
+        """Abort the communicator on every rank; see :meth:`Communicator.abort`. Any thread may call this method."""
         self._comm.abort(reason)
 
     def lost(self, *, timeout: Timeout = None) -> CommError:
@@ -152,7 +153,7 @@ class Portal(Operations, Hooked):
         return error
 
     def dump(self, folder: str | os.PathLike[str] | None = None) -> Path:
-        """Write the flight recorder to a file; see :meth:`Communicator.dump`. Any thread may call this."""
+        """Write the flight recorder to a file; see :meth:`Communicator.dump`. Any thread may call this method."""
         path: Path = self._comm.dump(folder)
         return path
 
@@ -162,7 +163,10 @@ class Portal(Operations, Hooked):
         return found
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Set the default deadline of ops, for this portal and the communicator itself. Any thread may call this."""
+        """Set the default deadline of ops, for this portal and the communicator itself.
+
+        Any thread may call this method.
+        """
         self._comm.set_timeout(timeout)
 
     def split(

@@ -14,7 +14,7 @@ UNPROTECTED = (
     "for this job has no token: give the driver and all workers one, by AIOCOMMS_TOKEN in os.environ and in "
     "ray.init(runtime_env={'env_vars': {'AIOCOMMS_TOKEN': os.environ['AIOCOMMS_TOKEN']}})"
 )
-"""The end of an error message: a reason why a process listens on the loopback interface, and a way to change this."""
+"""The end of an error message. It says why a process listens on the loopback interface, and what the user can do."""
 
 
 def own_host() -> str:
@@ -35,7 +35,7 @@ def own_host() -> str:
 def check_reachable(who: str, host: str, their_node: str) -> None:
     """Check that this process can reach another process.
 
-    If the other process listens on the loopback interface, it must be on this process's node.
+    If the other process listens on the loopback interface, both processes must be on the same node.
 
     :param who: the name of the other process; the error's message begins with this name.
     :param host: the address at which the other process listens.

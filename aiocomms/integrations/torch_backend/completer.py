@@ -1,4 +1,4 @@
-"""A pool of threads. The threads run functions after the ends of works."""
+"""A pool of threads, which run functions after works have ended."""
 
 from __future__ import annotations
 

@@ -55,20 +55,20 @@ def _is(wanted: bool) -> None:
 
 
 def tensor(value: Any) -> Tensor:
-    """Accept a tensor."""
+    """Return the value if it is a tensor, else raise :class:`_OtherForm`."""
     _is(isinstance(value, Tensor))
     found: Tensor = value
     return found
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Accept a list of tensors, but not a single tensor."""
+    """Return the value if it is a list of tensors, else raise :class:`_OtherForm`."""
     _is(isinstance(value, Sequence))
     return [tensor(each) for each in value]
 
 
 def lists(value: Any) -> list[list[Tensor]]:
-    """Accept a list of lists of tensors."""
+    """Return the value if it is a list of lists of tensors, else raise :class:`_OtherForm`."""
     _is(isinstance(value, Sequence))
     return [tensors(each) for each in value]
 
@@ -103,7 +103,7 @@ def list_in_list(value: Any) -> list[Tensor]:
 
 
 def whole(value: Any) -> int:
-    """Accept an integer."""
+    """Return the value if it is an integer, else raise :class:`_OtherForm`."""
     try:
         return operator.index(value)
     except TypeError:
@@ -111,7 +111,7 @@ def whole(value: Any) -> int:
 
 
 def wholes(value: Any) -> list[int]:
-    """Accept a list of integers."""
+    """Return the value if it is a list of integers, else raise :class:`_OtherForm`."""
     _is(isinstance(value, Sequence))
     return [whole(each) for each in value]
 
@@ -220,8 +220,10 @@ FORMS: Final[Mapping[str, tuple[_Form, ...]]] = {
     "recv": ({"tensors": tensor_in_list, "srcRank": whole, "tag": whole},),
     "recv_anysource": ({"arg0": tensor_in_list, "arg1": whole},),
 }
-"""The forms of each method's arguments: first the forms of ``ProcessGroup``, then the forms of ``Backend``. From each
-form of a method's arguments, the converters make the same arguments."""
+"""The forms of each method's arguments: first the forms of ``ProcessGroup``, then the forms of ``Backend``.
+
+All forms of a method's arguments are converted to the same arguments.
+"""
 
 
 def one_form(name: str, args: Sequence[Any], given: Mapping[str, Any]) -> list[Any]:

@@ -94,7 +94,7 @@ class GroupWork(CompoundWork):
         barriers, operations with non-contiguous tensors, and collectives that aiocomms builds from messages.
 
         :param timeout: the longest time to wait. With a timeout above 0, the thread waits until the GPU has executed
-            the operation. With 0 or less, the group's deadline applies.
+            the operation. With a timeout of 0 or less, the group's deadline applies.
         :returns: True.
         :raises torch.distributed.DistBackendError: the work failed, or was not done within ``timeout``. After
             ``timeout``, the work continues.
