@@ -23,9 +23,9 @@ class CurrentComm(PointToPoint, Collectives, Objects):
     """The current communicator of a service.
 
     The layers of a model can store this object, because the object stays valid when a recovery forms a new
-    communicator. The attribute ``current`` is the communicator itself. It also has the methods that this class lacks.
-    A window or a stream belongs to one communicator. Open windows and streams on ``current``, and open them again after
-    each recovery.
+    communicator. The attribute ``current`` is the communicator itself. That communicator also has the methods that this
+    class lacks. A window or a stream belongs to one communicator. Open windows and streams on ``current``, and open
+    them again after each recovery.
     """
 
     current: Communicator
@@ -38,7 +38,7 @@ class CurrentComm(PointToPoint, Collectives, Objects):
         self.turn_to(comm)
 
     def turn_to(self, comm: Communicator) -> None:
-        """Use another communicator from now on. Only the service calls this method."""
+        """Replace the current communicator with ``comm``. Only the service calls this method."""
         self.current, self._core = comm, comm._core
         self.name, self.rank, self.size, self.device = comm.name, comm.rank, comm.size, comm.device
 
@@ -47,9 +47,9 @@ class CurrentComm(PointToPoint, Collectives, Objects):
         return self.current.lane(key)
 
     def portal(self) -> Portal:
-        """Return the portal for other threads.
+        """Return the current communicator's portal, through which other threads call operations.
 
-        Call this method for each plan, because a recovery replaces the communicator.
+        Call this method again for each plan, because a recovery replaces the communicator and its portal.
         """
         return self.current.portal()
 

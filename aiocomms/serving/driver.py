@@ -33,12 +33,14 @@ from aiocomms.serving.watch import Watch
 
 T = TypeVar("T")
 ATTEMPTS: Final = 3
-"""The maximum number of attempts for a plan with ``retry``. There is a limit, because the plan itself may kill ranks.
+"""The maximum number of attempts for a plan with ``retry``.
+
+Without this limit, a plan that kills a rank in each attempt would run again without end.
 """
 GRACE: Final = 1.0
 """The number of seconds for which the driver waits before it releases a worker that asks to leave.
 
-During this time, the signal that made the worker ask may also reach rank 0, and end rank 0.
+If SIGTERM was sent to all ranks, it also reaches rank 0 within this time. Rank 0 then ends the service instead.
 """
 _SHOWN: Final = 8
 _log = logging.getLogger("aiocomms")
@@ -200,7 +202,7 @@ class Driver(Worker):
             await self._turn.wait()
 
     async def wait_ended(self) -> None:
-        """Wait until no further plan will run, because the driver has ended or the ranks cannot recover."""
+        """Wait until the driver can run no more plans, because the driver has ended or the ranks cannot recover."""
         while self._over is None:
             await self._turn.wait()
 
@@ -292,7 +294,10 @@ class Driver(Worker):
         return plan.result
 
     async def _late(self, plan: Plan, limit: _TimeLimit) -> None:
-        """Cancel a plan whose time limit has passed. The error describes the plan's state on each rank that answers."""
+        """Cancel a plan whose time limit has passed.
+
+        The caller of the plan gets an error that describes the plan's state on each rank that answers.
+        """
         others = plan.waiting - {0}
         plan.answered = anyio.Event()
         self._tell(others, plan.number, None)
@@ -324,7 +329,10 @@ class Driver(Worker):
     # ------------------------------------------------------------------------------------------- life of the service
 
     async def _serve(self) -> None:
-        """Run plans as every rank does. If this fails, send the error to the waiting tasks and to the workers."""
+        """Run plans as every rank does.
+
+        If the service cannot continue, send the error to the waiting tasks and to the workers.
+        """
         try:
             await super()._serve()
         except Exception as error:
@@ -409,7 +417,7 @@ class Driver(Worker):
             self._tell(self._parting, LEAVES)
 
     def _told_to_end(self) -> None:
-        """Record that this process ends. The workers continue until the driver has finished its plans."""
+        """Record that this process is about to end. The workers continue until the driver has finished its plans."""
         self._ending = True
         self._turns.look()
 

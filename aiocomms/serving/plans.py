@@ -1,6 +1,6 @@
 """The part of a service that runs plans on every rank. After each recovery, this part uses the new communicator.
 
-Rank 0 and the workers exchange these messages in a separate lane. Rank 0 sends:
+Rank 0 and the workers exchange messages in a separate lane. Rank 0 sends:
 
 * ``(number, in order, plan)`` to begin a plan. If carrier hooks added texts, the texts are a fourth element.
 * ``(number,)`` to cancel a plan, and ``(number, None)`` to request the plan's state.
@@ -11,8 +11,8 @@ A worker sends:
 * ``(number, exception, traceback, in step)`` for each ended plan. For the last element, see :meth:`Plan.in_step`.
 * ``(number, state)`` as the answer to a request, and ``(LEAVES,)`` to ask for permission to leave.
 
-If a function of the program raises an exception of any class, the plan fails. This includes a ``CancelledError`` that
-does not cancel the task.
+If a function of the program raises an exception of any class, the plan fails. A ``CancelledError`` also makes the plan
+fail, unless the task is being cancelled.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ Take = Callable[[Any], Awaitable[object]]
 Recover = Callable[[Communicator], Awaitable[Communicator]]
 """A function that takes a lost communicator, and returns the communicator that replaces it."""
 LEAVES: Final = -1
-"""The number that marks a worker's request to leave, and rank 0's permission. Other messages contain a plan's number.
+"""The number that marks a worker's request to leave, and rank 0's permission.
+
+In other messages, the number of a plan is in the same position.
 """
 SERVICE_LANE = "aiocomms.serving"
 _log = logging.getLogger("aiocomms")
@@ -247,7 +249,8 @@ class Worker(Handle):
     def leave(self, *, all_end: bool = False) -> None:
         """Ask rank 0 to release this rank when no plan runs. Leave at once if the communicator is lost.
 
-        :param all_end: True if all ranks end. Then this rank does not ask rank 0, because rank 0 ends the service.
+        :param all_end: True if all ranks of the job are about to end. In this case, this rank does not ask rank 0,
+            because rank 0 ends the service.
         """
         self._leaving = True
         if self._recovering is not None:
@@ -256,7 +259,7 @@ class Worker(Handle):
             self._tell([0], LEAVES)
 
     async def _recovered(self, comm: Communicator, recover: Recover) -> Communicator | None:
-        """Call the program's ``recover`` in a separate task, so that a cancellation differs from errors of ``recover``.
+        """Call the program's ``recover`` in a separate task, which :meth:`leave` can cancel.
 
         :returns: the next communicator, or None if this rank leaves.
         """
@@ -302,7 +305,10 @@ class Worker(Handle):
         return work
 
     def _tell(self, ranks: Iterable[int], *message: Any) -> None:
-        """Send a message to ranks. Ignore the loss of a rank, because the pending receive from that rank reports it."""
+        """Send a message to ranks.
+
+        Ignore the loss of a rank, because the pending receive from that rank reports this loss.
+        """
         for rank in ranks:
             with contextlib.suppress(CommAbortedError, PeerDiedError):
                 self._comm.lane(SERVICE_LANE).send_object(message, rank).add_done_callback(Work.exception)

@@ -71,7 +71,7 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
         process.
 
         If the block raises an exception or is cancelled, the block does not wait for plans, and does not end the
-        workers. Then the end of the service's own ``async with`` block notifies the other ranks and waits for them.
+        workers. In this case, the other ranks lose the communicator when the service's own ``async with`` block ends.
 
         :param execute: an async function, or an async generator function, that runs a plan on this rank. The other
             ranks pass their functions to :meth:`work`.
@@ -126,10 +126,10 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
     def leave(self) -> None:
         """Leave the service, so that another process can replace this worker. No plan fails. :meth:`work` then returns.
 
-        Rank 0 waits for 1 s. Then rank 0 begins no new plans, and releases this rank when the running plans have ended.
-        The end of the service's ``async with`` block on this rank closes the communicator. The other ranks call
-        ``recover`` together with the new process, and run the waiting plans. If rank 0 also got SIGTERM, rank 0 ends
-        all ranks after the driver's plans have ended.
+        After this call, rank 0 waits for 1 s. Then rank 0 begins no new plans, and releases this rank when the running
+        plans have ended. The end of the service's ``async with`` block on this rank closes the communicator. The other
+        ranks call ``recover`` together with the new process, and run the waiting plans. If rank 0 also got SIGTERM,
+        rank 0 ends all ranks after the driver's plans have ended.
 
         ``aiocomms run`` starts the new process after this process has ended. If this process does not end within the
         grace time, ``aiocomms run`` kills it.

@@ -1,8 +1,8 @@
-"""SIGINT and SIGTERM on the main threads of a service's ranks.
+"""The handling of SIGINT and SIGTERM on the main threads of a service's ranks.
 
 Rank 0's program handles the signals, and the workers wait until rank 0 ends them. A signal to all ranks ends the job.
-If only one worker gets SIGTERM, another process replaces this worker. Before the signal, ``aiocomms run`` announces to
-the process which of these two cases applies.
+If only one worker gets SIGTERM, another process replaces this worker. Before ``aiocomms run`` sends a signal to a
+process, it announces whether the job ends or the process is replaced.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def _mine() -> bool:
 def held(worker: Worker) -> Iterator[None]:
     """Handle signals within the block: ignore SIGINT, and let the worker leave on SIGTERM.
 
-    If the process already ignores one of the signals with SIG_IGN, this function does not change its handler.
+    If the process already ignores one of the signals with SIG_IGN, this function does not change the handler of that
+    signal.
     """
     before = {}
     if _mine() and signal.getsignal(signal.SIGINT) is not _take:
@@ -51,7 +52,7 @@ def held(worker: Worker) -> Iterator[None]:
 
 
 def _take(number: int, frame: object) -> None:
-    """Handle a signal. Child processes do not inherit this handler. They would inherit SIG_IGN."""
+    """Handle a signal. Child processes do not inherit this handler, but they would inherit SIG_IGN."""
     if number != signal.SIGTERM:
         return
     leaving = [worker for worker in _workers if worker._recover is not None]
@@ -66,8 +67,8 @@ def _take(number: int, frame: object) -> None:
 def noted(driver: Driver) -> Iterator[None]:
     """Notify the driver if a SIGTERM arrives within the block. The program's own handler, such as uvicorn's, also runs.
 
-    The workers also got the signal, and ask to leave. After the notification, the driver does not release any worker
-    before the driver has finished its plans.
+    If the workers also got the signal, they ask to leave. After the notification, the driver does not release any
+    worker before the driver has finished its plans.
     """
     before = signal.getsignal(signal.SIGTERM) if _mine() and driver._recover is not None else None
     if not callable(before) or before is _take:  # Otherwise SIGTERM ends this process, or a worker in it leaves.

@@ -1,4 +1,7 @@
-"""The statistics of a service: counts of plans. A recovery does not reset the counts. Any thread may read them."""
+"""The statistics of a service: counts of plans.
+
+The counts cover all communicators that the service has had in this process. Any thread may read them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ class PlanFailures(msgspec.Struct, frozen=True):
 
 
 class ServiceStatistics(msgspec.Struct, frozen=True):
-    """The statistics of a service on one rank. The counts include all communicators of the service in this process.
+    """The statistics of a service on one rank.
+
+    The counts cover all communicators that the service has had in this process.
 
     Rank 0 counts each call of :meth:`Driver.run`, ``run_in_order`` and ``stream`` once, even if the plan needs several
     attempts. Every other rank counts the plans that it receives.
@@ -78,7 +83,7 @@ class Counts:
     def finish(self, called: float) -> None:
         """Count a finished plan.
 
-        :param called: the ``clock.now()`` at the plan's call, or at its arrival on a worker.
+        :param called: the value of ``clock.now()`` at the plan's call on rank 0, or at the plan's arrival on a worker.
         """
         self.done += 1
         self.took.note(clock.now() - called)

@@ -29,7 +29,7 @@ class PlanStart(NamedTuple):
 CarrierHook = Callable[[Carrier], object]
 """A function that adds strings to the carrier of a plan."""
 PlanHook = Callable[[PlanStart], AbstractContextManager[object]]
-"""A function that returns the context manager around a plan."""
+"""A function that returns the context manager within which a plan runs."""
 CommHook = Callable[[Communicator], object]
 """A function that gets the communicator of a service, and later each communicator that replaces a lost one."""
 
