@@ -1,4 +1,4 @@
-"""The data of checks: random tensors that every rank can compute for all ranks, tensors with guards, and reductions."""
+"""The data of checks: random tensors that each rank can compute for any rank, tensors with guards, and reductions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CARRIED_ONLY = (
 )
 """The dtypes that reductions refuse.
 
-This list repeats the library's list, so that the checks can compare the two lists.
+The checks compare this list with the library's own list.
 """
 REDUCED_DTYPES = tuple(dtype for dtype in ALL_DTYPES if dtype not in CARRIED_ONLY)
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
@@ -37,7 +37,7 @@ HALVES = (torch.float16, torch.bfloat16)
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (2, 0, 3), (7,), (8, 8), (257,), (1031,))
 """Shapes of 0 to 3 dimensions.
 
-The sizes of their dimensions are 0, 1, primes, powers of two, and sizes that no number of ranks divides.
+The sizes of the dimensions are 0, 1, primes, powers of two, and sizes that are not divisible by the number of ranks.
 """
 
 LARGE = (40_009,)
@@ -47,7 +47,7 @@ _POISON = 0xA5
 _GUARD = 3
 """The number of guard elements on each side of a tensor.
 
-The number is odd, so that only the element size aligns the tensor.
+The number is odd, so that the tensor's address is aligned to the element size, and to no larger power of two.
 """
 
 
@@ -66,7 +66,9 @@ def forget() -> None:
 
 @functools.lru_cache(maxsize=None, typed=True)
 def bits(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object) -> Tensor:
-    """Return random bit patterns, including NaNs, for operations that only move data. Do not change the tensor.
+    """Return a tensor with random bits, so with NaNs too, for operations that only move data.
+
+    Do not change this tensor.
 
     :param key: the values that, with the seed, decide the content. These values are the same on every rank.
     """
@@ -93,11 +95,11 @@ def numbers(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object)
 
 # Each content is a piece of a pool, as drawing new numbers each time would take most of the suite's time.
 _pools: list[tuple[Tensor, int]] = []
-"""All pools, each with the checksum of its content."""
+"""All pools, each with the checksum of its content. The random tensors of checks are pieces of these pools."""
 
 
 def verify() -> None:
-    """Check that no code has written to the random data, because other checks depend on the data."""
+    """Check that no code has written to the pools of random data, because other checks also use these pools."""
     if any(checksum(pool) != was for pool, was in _pools):
         raise WrongData("random data was changed that an operation, or a check, was given to read only")
 
@@ -155,14 +157,14 @@ class Slot:
             self.tensor.copy_(content)
 
     def expect(self, want: Tensor, allowance: Tensor | None = None) -> None:
-        """Check the content, bit by bit or within a tolerance per element, and the guards around the tensor."""
+        """Check the tensor's content, bit by bit or within a tolerance for each element. Also check the guards."""
         near(self.tensor, want, allowance)
         for guard in self._guards:
             if not torch.equal(guard, self._poison):
                 raise WrongData(f"memory around {describe(self.tensor)} was written")
 
     def expect_untouched(self) -> None:
-        """Check that nothing was written at all."""
+        """Check that no code has written to the tensor or to the guards around it."""
         poison = torch.full((self.tensor.nbytes,), _POISON, dtype=torch.uint8)
         self.expect(poison.view(self.tensor.dtype).view(self.tensor.shape) if self._content is None else self._content)
 
@@ -175,7 +177,7 @@ def same_bits(got: Tensor, want: Tensor) -> None:
 
 
 def near(got: Tensor, want: Tensor, allowance: Tensor | None) -> None:
-    """Check a tensor bit by bit, or within a tolerance per element if a tolerance is given."""
+    """Compare a tensor with the expected tensor, bit by bit or within a tolerance for each element."""
     if allowance is None:
         same_bits(got, want)
         return
@@ -231,7 +233,7 @@ def _reduced(op: ReduceOp, tensors: tuple[Tensor, ...], rounds_each_step: bool) 
 
 
 def of_none(op: ReduceOp, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return the result of a reduction without any tensors."""
+    """Return the result of a reduction of zero tensors: the operator's neutral element, or NaN for ``avg``."""
     least, most = -math.inf, math.inf
     if not (dtype.is_floating_point or dtype.is_complex):
         least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)

@@ -1,4 +1,4 @@
-"""Early ends of receives from any rank, and of probes: withdrawal, deadline, close and abort."""
+"""Checks of receives from any rank and of probes that end without a message: withdrawal, deadline, close and abort."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHORT = 0.1
 
 
 def waiting(comm: Any, tag: int = 0) -> list[Work[Any]]:
-    """Return one op of each kind that still waits for a message."""
+    """Start ``recv_any``, ``recv_message`` and ``probe``, and return their works."""
     buffer = torch.zeros(SHAPE, dtype=torch.int32, device=comm.device)
     return [comm.recv_any(buffer, tag=tag), comm.recv_message(tag=tag), comm.probe(tag=tag)]
 
@@ -41,7 +41,7 @@ async def send_when_told(comm: Communicator, case: Case, note: str = "given up")
 
 
 async def expect_all(comm: Communicator, case: Case, note: str = "given up") -> None:
-    """Do rank 0's part: check that later receives get all messages of the other ranks."""
+    """Do rank 0's part: let each other rank send a message, and check that rank 0 receives all these messages."""
     case.tell(note)
     sources = []
     for _ in range(comm.size - 1):
@@ -75,7 +75,7 @@ async def test_recv_any_cancelled_before_a_message_is_withdrawn(comm: Communicat
 async def test_cancelling_the_second_of_three_recv_any_leaves_the_order_of_the_others(
     comm: Communicator, case: Case
 ) -> None:
-    """The other two receives get the messages, in order."""
+    """The first and the third receive get the messages, in order, after the second receive was withdrawn."""
     case.need_arrivals()
     contents = [case.bits(torch.int32, SHAPE, i) for i in range(2)]
     if comm.rank:
@@ -172,7 +172,7 @@ async def test_recv_any_past_its_deadline_fails_alone(comm: Communicator, case: 
 
 @ranks(3)
 async def test_recv_any_fails_only_if_all_its_sources_have_closed(comm: Communicator, case: Case) -> None:
-    """An op continues while one of its sources is open. If all sources have closed, the op and later calls fail."""
+    """An op continues while one of its sources is open. If all sources have closed, this op and later ops fail."""
     case.need_arrivals()
     other = await case.open("other")
     await other.barrier()
@@ -242,9 +242,9 @@ async def test_recv_any_fails_when_its_communicator_closes_or_aborts(comm: Commu
 
 @ranks(2)
 async def test_recv_any_fails_when_its_lane_ends_and_other_lanes_go_on(comm: Communicator, case: Case) -> None:
-    """The lane's receives and probes end on both ranks.
+    """The receives and probes of an aborted or closed lane fail.
 
-    Receives and probes of other lanes and of the communicator stay pending.
+    Receives of other lanes and of the communicator stay pending.
     """
     case.need_arrivals()
     lane, beside = comm.lane("given up"), comm.lane("goes on")
@@ -270,7 +270,7 @@ async def test_recv_any_fails_when_its_lane_ends_and_other_lanes_go_on(comm: Com
 
 @ranks(2)
 async def test_recv_any_of_another_dtype_loses_the_communicator(comm: Communicator, case: Case) -> None:
-    """The error is the same as for a receive that names its source."""
+    """The error is a :class:`MismatchError`, as for a receive that names its source."""
     case.need_arrivals()
     other = await case.open("other")
     if comm.rank == 0:

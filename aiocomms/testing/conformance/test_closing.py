@@ -1,4 +1,4 @@
-"""Close and abort: pending operations end, peers get the reason, later calls raise it as an error, nothing leaks."""
+"""Checks of close and abort: pending ops end, peers get the reason, later calls raise an error, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ async def test_close_withdraws_receives(comm: Communicator, case: Case) -> None:
 @ranks(2, 3, more=(7,))
 @pytest.mark.parametrize("what", ["recv", "collective"])
 async def test_op_that_needs_a_closed_rank_fails(comm: Communicator, case: Case, what: str) -> None:
-    """An op that needs a closed rank does not hang. The check calls such an op before the close and after the close."""
+    """An op that needs a closed rank fails, whether the op is called before the close or after the close."""
     if what == "recv":
         case.need("p2p")
     other = await case.open("other")
@@ -203,7 +203,7 @@ async def test_cancelled_close_releases_everything(comm: Communicator, case: Cas
 @pytest.mark.clock
 @ranks(2)
 async def test_close_in_a_cancelled_scope_releases_everything(comm: Communicator, case: Case) -> None:
-    """The scope cancels every await, including the awaits within the close.
+    """The check closes the communicator in a cancelled scope, which cancels each ``await`` of the close.
 
     Nevertheless, the close releases everything, and does not wait.
     """
@@ -290,7 +290,10 @@ async def test_abort_with_nothing_pending_reaches_the_peers(comm: Communicator, 
 @pytest.mark.loops
 @ranks(2)
 async def test_exception_in_the_context_aborts_the_communicator(comm: Communicator, case: Case) -> None:
-    """The communicator is aborted, because peers may wait for operations that this rank will never call."""
+    """An exception in the ``async with`` block aborts the communicator.
+
+    Otherwise, peers could wait for operations that this rank never calls.
+    """
     other = await case.open("other")
     if comm.rank == 0:
         await case.told("waiting", 1)

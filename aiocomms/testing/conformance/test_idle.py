@@ -22,10 +22,10 @@ ALLOWED = 2
 
 
 async def wakeups() -> tuple[int, float]:
-    """Count how often the loop's thread went to sleep while its only task slept.
+    """Count how often the loop's thread goes to sleep while its only task sleeps.
 
-    Also measure the thread's processor time in seconds. Return the smallest values of several intervals. In a virtual
-    machine, the kernel may also count time in which the host runs another machine.
+    Also measure the thread's processor time in seconds. Return the smallest values of several intervals, because in a
+    virtual machine the kernel may also count time in which the host runs another machine.
     """
     counts, ran = [], []
     for _ in range(6):
@@ -39,9 +39,9 @@ async def wakeups() -> tuple[int, float]:
 
 
 async def expect_silence(case: Case, note: str) -> None:
-    """Verify that the event loop does not wake up.
+    """Check that the event loop does not wake up.
 
-    All ranks call this function at the same time, because they may share a thread.
+    All ranks call this function at the same time, because all ranks may run on one thread.
     """
     await case.meet(f"before {note}")
     if case.rank == 0 or case.place.processes:

@@ -1,4 +1,4 @@
-"""Messages between two ranks: content, tags, order of matching, wrong sizes, many concurrent messages, batches."""
+"""Checks of messages between two ranks: content, tags, order of matching, wrong sizes, concurrent messages, batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from aiocomms.testing.conformance.case import Case, ranks, refusable
 HUGE = (1_250_003,)
 
 TAGS = (0, 1, -1, 255, 256, 65_535, 65_536, 65_537, -65_536, 2**31 - 1, -(2**31), 2**30, -(2**30))
-"""Tags. Some tags would be equal if a transport used fewer than 32 bits of a tag, or dropped the sign."""
+"""The tags of the checks.
+
+A transport that drops the sign of a tag, or some of the tag's 32 bits, confuses two of them.
+"""
 
 
 def neighbours(comm: Communicator) -> tuple[int, int]:
@@ -164,7 +167,9 @@ async def test_tensor_may_be_overwritten_once_its_send_is_done(comm: Communicato
 async def test_recv_of_another_size_fails_and_the_next_message_arrives(
     comm: Communicator, case: Case, early: str, sizes: tuple[int, int]
 ) -> None:
-    """The receive fails, and its buffer holds the part of the message that fits.
+    """A receive fails if the message has another size than the receive's buffer.
+
+    The receive's buffer then holds the part of the message that fits.
 
     The send succeeds, and the next message has the right content.
     """
@@ -254,7 +259,7 @@ async def test_messages_never_match_collectives_or_objects(comm: Communicator, c
 async def test_batch_exchanges_tensors_with_every_rank(comm: Communicator, case: Case) -> None:
     """Every rank exchanges tensors with every other rank.
 
-    The result lists the tensors in the order in which they were added.
+    The result of the batch is the list of the tensors, in the order in which the check added them.
     """
     case.need("p2p")
     others = [r for r in range(comm.size) if r != comm.rank]

@@ -78,7 +78,7 @@ async def test_scans_in_lanes_stay_apart(comm: Communicator, case: Case) -> None
 @pytest.mark.memory
 @ranks(2, 3)
 async def test_cancelled_scan_completes_on_all_ranks(comm: Communicator, case: Case) -> None:
-    """The last rank cancels its await before the first rank calls the scan. The operation nevertheless completes."""
+    """The last rank cancels its ``await`` before the first rank calls the scan. The scan nevertheless completes."""
     contents = [case.numbers(torch.int64, (9,), r) for r in range(comm.size)]
     slot = case.full(contents[comm.rank])
     last = comm.size - 1
@@ -113,7 +113,7 @@ async def test_scan_past_its_deadline_aborts_the_communicator(comm: Communicator
 async def test_scan_whose_ranks_disagree_loses_the_communicator_on_all_ranks(
     comm: Communicator, case: Case, what: str
 ) -> None:
-    """The last rank's call differs from the calls of the other ranks. All ranks get the error.
+    """The last rank's call differs from the calls of the other ranks. All ranks lose the communicator.
 
     The other ranks do not need any data from the last rank.
     """

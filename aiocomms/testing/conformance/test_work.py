@@ -96,7 +96,7 @@ async def test_many_awaiters_get_the_same_result(comm: Communicator, case: Case)
 async def test_done_callback_runs_once_on_the_loop_after_the_op(comm: Communicator, case: Case) -> None:
     """Each callback is called once, on the loop's thread, after the end of the op.
 
-    This holds for a callback that is added before or after that end.
+    Some callbacks are added before the end of the op, and others after the end.
     """
     if comm.rank == 0:
         await serve(comm, case)
@@ -132,7 +132,7 @@ async def test_done_callback_runs_once_on_the_loop_after_the_op(comm: Communicat
 @pytest.mark.core
 @ranks(2)
 async def test_done_callback_that_raises_is_reported_and_affects_no_other(comm: Communicator, case: Case) -> None:
-    """The error is reported, and does not affect the other callbacks or the awaiters."""
+    """The error of a callback is reported, and does not affect the other callbacks or the tasks that await the work."""
     if comm.rank == 0:
         await serve(comm, case)
         return
@@ -264,7 +264,7 @@ async def test_wait_blocking_on_another_thread_returns_the_result(comm: Communic
 @pytest.mark.clock
 @ranks(2)
 async def test_wait_blocking_on_the_loops_thread_makes_progress(comm: Communicator, case: Case) -> None:
-    """Synchronous code itself advances the transport during the wait."""
+    """A call of ``wait_blocking`` on the loop's thread advances the transport itself."""
     case.need_processes()
     if comm.rank == 0:
         await serve(comm, case)
@@ -335,7 +335,7 @@ async def test_hooks_run_once_for_each_operation(comm: Communicator, case: Case)
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_post_hook_learns_start_and_outcome_of_each_operation(comm: Communicator, case: Case) -> None:
-    """The post-hooks are called once for each operation that called a pre-hook, even if the op was not posted."""
+    """The post-hooks are called once for each operation, even if a pre-hook has stopped the operation."""
     told: list[tuple[int, str, bool]] = []
     before = time.monotonic()
 

@@ -15,8 +15,8 @@ class SimulatedRank(NamedTuple):
     :param rank: the program's rank.
     :param ranks: the number of ranks.
     :param restarts: the number of earlier starts of the rank.
-    :param world: the world. Its methods ``kill``, ``pause``, ``slow``, ``cut``, ``part`` and ``lose_store`` inject
-        faults at the time of the call.
+    :param world: the world. The world's methods ``kill``, ``pause``, ``slow``, ``cut``, ``part`` and ``lose_store``
+        inject faults at the time of the call.
     """
 
     rank: int

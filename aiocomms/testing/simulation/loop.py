@@ -1,7 +1,7 @@
 """The event loop of a simulated process, which is an asyncio loop in virtual time and without file descriptors.
 
-Callbacks run in the order of their registration, as asyncio promises. The seed decides when timers, messages and
-threads reach the loop. So the seed also decides the order in which the processes run.
+Callbacks run in the order of their registration, as asyncio promises. The seed decides when the callbacks of timers,
+messages and threads reach the loop. So the seed also decides the order in which the processes run.
 """
 
 from __future__ import annotations

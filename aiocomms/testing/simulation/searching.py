@@ -14,9 +14,11 @@ from aiocomms.testing.simulation.trial import SimulatedTrial
 _HALVINGS: Final = 15
 """The largest number of times that a duration is halved: 20 s become 0.6 ms."""
 _PATIENCE: Final = 1.0
-"""The real (not virtual) seconds after which a failure that pytest raised may be pytest's timeout.
+"""A time limit for histories, in seconds of real (not virtual) time.
 
-The search does not repeat a run with such a failure, because the next run would also hang.
+If pytest ends a longer history with an exception, this exception may be pytest's timeout.
+
+The search does not repeat such a history, because the next run would also hang.
 """
 _FOR_CALLER = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
@@ -50,7 +52,7 @@ def read_seed(seed: int | str) -> tuple[int, dict[int, int] | None]:
 
 
 def write_seed(seed: int, chosen: Mapping[int, int]) -> str:
-    """Return the text of a seed and its kept faults, as :func:`read_seed` reads it."""
+    """Return the text of a seed and its kept faults, in the format that :func:`read_seed` reads."""
     return f"{seed}/" + ",".join(f"{number}~{times}" if times else f"{number}" for number, times in chosen.items())
 
 
@@ -90,7 +92,7 @@ def attempt(trial: SimulatedTrial, seed: int, chosen: Mapping[int, int] | None) 
 
     If the history fails, and the seed does not choose faults, reduce the faults of the history.
 
-    :raises ArgumentError: there is no fault with a chosen number.
+    :raises ArgumentError: the seed names the number of a fault that the history does not have.
     """
     plan: list[SimulatedFault] = []
     kept(trial.faults.plan(seed, trial.ranks, 1.0), chosen)  # A fault that does not exist is the caller's mistake.
