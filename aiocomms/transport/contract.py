@@ -20,7 +20,7 @@ from aiocomms.errors import CommError, UnsupportedOperation
 from aiocomms.ops.reductions import ReduceOp
 
 OP_RESULT = object()
-"""A value for :meth:`Completion.complete`. With this value, the result of the work is the result of the op's record."""
+"""The default argument of :meth:`Completion.complete`: the result of the work is then the result of the op's record."""
 
 
 class Completion(Protocol):
@@ -49,8 +49,8 @@ class Completion(Protocol):
     def fail(self, error: CommError) -> None:
         """Fail the op. Call this method once, on the loop's thread, when the network no longer uses the op's buffers.
 
-        A :class:`~aiocomms.errors.CapturedWorkError` means that the op was captured into a CUDA graph. Such an op never
-        completes.
+        A :class:`~aiocomms.errors.CapturedWorkError` means that the op was captured into a CUDA graph. An op in a CUDA
+        graph never completes.
         """
 
 
@@ -147,8 +147,8 @@ class Capabilities(msgspec.Struct, frozen=True):
     :param fifo: whether ops complete in the order in which they are posted, so that a waiting op delays later ops.
     :param in_process: whether all ranks may run as tasks of one process.
     :param simulated: whether the transport is the network of a simulation.
-    :param detects_mismatch: whether the ranks get an error if they call different collectives. The error must come
-        before any of these collectives completes.
+    :param detects_mismatch: whether the ranks get an error if they call different collectives. The ranks must get this
+        error before any of these collectives completes.
     :param rounds_each_step: the dtypes whose sums the transport rounds after it has added each rank's contribution. For
         other dtypes, the transport rounds only the complete sum.
     :param lanes: the collectives that a :class:`~aiocomms.transport.LaneTransport` accepts in lanes. The core lowers
@@ -242,7 +242,7 @@ class Transport(ABC):
         If the program selects the transport ``"auto"``, the core compares these priorities. The core never chooses a
         transport with priority 0.
 
-        An exception is logged, and has the effect of priority 0.
+        If this method raises an exception, the core logs the exception and assumes priority 0.
         """
         return 0
 
@@ -250,7 +250,7 @@ class Transport(ABC):
     def info(cls) -> Mapping[str, str]:
         """Return additional facts about the transport, such as measured values. ``aiocomms info`` prints these facts.
 
-        The keys are the names of the facts. An exception has the effect of an empty result.
+        The keys are the names of the facts. If this method raises an exception, the core assumes an empty result.
         """
         return {}
 
@@ -258,7 +258,7 @@ class Transport(ABC):
     def adopts(cls, foreign: object) -> bool:
         """Return whether the transport can use the communicator of another library, as the hint ``"adopt"`` requests.
 
-        An exception has the effect of the result False.
+        If this method raises an exception, the core assumes the result False.
 
         :param foreign: the communicator of the other library.
         """
@@ -270,8 +270,8 @@ class Transport(ABC):
         """Connect to the other ranks, and return the open transport. The call is collective.
 
         If this method raises an exception or is cancelled, the communicator is not formed, and the program gets the
-        exception. Before this method raises an exception, it must release everything that it has opened. The core
-        closes the communicator's other transports that are already open.
+        exception. Before this method raises an exception, it must release everything that it has opened. After the
+        exception, the core closes the communicator's other transports that are already open.
 
         :param options: the user's hints. A transport ignores unknown hints.
         """
@@ -283,16 +283,16 @@ class Transport(ABC):
 
         An exception has the same effect as in :meth:`split`.
 
-        :param rendezvous: a rendezvous whose only member is this rank, so that only ``run`` is useful.
+        :param rendezvous: a rendezvous whose only member is this rank. Its only useful method is ``run``.
         """
 
     async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
         """Open the transport for some ranks of this communicator, if possible over existing connections.
 
         By default this method calls :meth:`open`. The call is collective over ``ranks``. Ranks that join none of the
-        new communicators call :meth:`split_nobody`. An exception has the same effect as in :meth:`open`. In addition,
-        an exception makes the existing communicator lost. So the other ranks get the failure at once, and their calls
-        of ``split`` are cancelled.
+        new communicators call :meth:`split_nobody`. An exception has the same effect as in :meth:`open`. An exception
+        also makes the existing communicator lost. So the other ranks get the error at once, and their calls of
+        ``split`` are cancelled.
 
         :param rendezvous: the rendezvous of the new communicator.
         :param ranks: the members of the new communicator, as ranks of this communicator, in their new order.
@@ -307,9 +307,9 @@ class Transport(ABC):
         The transport must complete ``work`` once, during this call or later. The transport keeps ``op``, which refers
         to the tensors, until the network no longer uses the tensors.
 
-        A :class:`CommError` means that nothing was sent. The program gets the error, and the communicator stays usable.
-        Such an op has no place in the order of collectives: this rank's next collective is matched as if the program
-        had not called the op. Any other exception means that the transport is broken.
+        If this method raises a :class:`CommError`, nothing was sent. The program gets the error, and the communicator
+        stays usable. The op then has no place in the order of collectives: this rank's next collective is matched as if
+        the program had not called the op. Any other exception means that the transport is broken.
 
         If the core lowers an op to messages, the core posts each message by a call of this method. Then a
         :class:`CommError` and any other exception have equal effects. If the post of the op's first message raises an
@@ -321,9 +321,9 @@ class Transport(ABC):
         """
 
     def post_at_once(self, op: ops.Recv, work: Completion) -> None:
-        """Post an empty receive, and check before the return of this call whether the receive's message has arrived.
+        """Post an empty receive. Before this call returns, check whether the receive's message has arrived.
 
-        :meth:`post` may check this after its return.
+        In contrast, :meth:`post` may return before the transport checks this.
         """
         self.post(op, work)
 
@@ -427,9 +427,9 @@ class Transport(ABC):
     def say(self, rank: int, note: bytes) -> bool:
         """Send a note to another rank. The call must not block.
 
-        The other rank's transport gives the note to its own :meth:`on_note`. Any thread may call this method. With
-        notes, a rank asks another rank about the other rank's current ops. A rank should get a note even while its loop
-        is busy, so a separate thread should receive notes. Delivery is not guaranteed. If the other rank is dead or
+        The other rank's transport gives the note to its own :meth:`on_note`. Any thread may call this method. Through
+        notes, a rank asks another rank which ops are pending there. A rank should get a note even while its loop is
+        busy, so a separate thread should receive notes. Delivery is not guaranteed. If the other rank is dead or
         closed, no error is raised. An exception means that the transport is broken.
 
         :param note: the note, which has at most 2 KiB.
@@ -438,7 +438,7 @@ class Transport(ABC):
         return False
 
     def shared_memory(self) -> int | None:
-        """Return the size in bytes of the memory that is shared with other processes, or None if the size is unknown.
+        """Return how many bytes of memory the transport shares with other processes, or None if the number is unknown.
 
         Any thread may call this method. An exception means that the transport is broken.
         """

@@ -21,9 +21,9 @@ class LaneTransport(Transport):
 
         The core calls this method for the op types in ``Capabilities.lanes``. The contract of :meth:`post` also applies
         to this method. Within a lane all ranks call the same collectives in the same order, and these collectives run
-        one after the other. Different ranks may call the ops of two lanes in different orders. This also applies to the
-        ops of a lane and the ops of :meth:`post`. Ten thousand lanes may have pending ops at the same time. A lane
-        without pending ops must use no memory.
+        one after the other. Different ranks may call the ops of two lanes in different orders. Different ranks may also
+        call the ops of a lane and the ops of :meth:`post` in different orders. Ten thousand lanes may have pending ops
+        at the same time. A lane without pending ops must use no memory.
 
         If ranks call different collectives in a lane, they get a :class:`MismatchError`, as in :meth:`post`. The core
         also calls :meth:`waiting_for` for the works of lanes.

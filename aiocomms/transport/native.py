@@ -32,7 +32,7 @@ class Line(Protocol):
         """The hooks that are called when an op has ended."""
 
     def ended_at_once(self, work: Any) -> None:
-        """Handle a work that has ended before its call returned, while post-hooks are registered.
+        """Handle the work of an op that has ended before the op's call returned, while post-hooks are registered.
 
         The work's ``called`` is the time at which the op was called, by :func:`time.monotonic`.
         """
@@ -49,13 +49,15 @@ class Ring(Protocol):
 
 
 class Ledger(Protocol):
-    """The counts and the records of a communicator's ops. Python code counts and records ops on the loop's thread.
+    """The counts and the records of a communicator's ops.
+
+    Python code calls the methods of a ledger on the loop's thread.
 
     :class:`PlainLedger` implements this protocol in Python.
     """
 
     refusing: bool
-    """True while the communicator refuses ops. This flag is the only flag that each op checks before its start."""
+    """True while the communicator refuses ops. Before an op starts, it checks only this flag."""
     posting: bool
     """True while the loop's thread has given an op its number and has not completed the op's record.
 
@@ -94,7 +96,10 @@ class Ledger(Protocol):
         """
 
     def end(self, entry: Any, /) -> None:
-        """Record the end of an op. The entry is the time of the end, or a row of the flight recorder."""
+        """Record the end of an op.
+
+        :param entry: the time of the end, or a row of the flight recorder.
+        """
 
 
 class PlainLedger:
@@ -103,7 +108,7 @@ class PlainLedger:
     __slots__ = ("calls", "end", "issued", "laned", "lanes", "posting", "refusing", "ring")
 
     def __init__(self, entries: int) -> None:
-        """Begin to count from 0.
+        """Create a ledger whose counts are 0.
 
         :param entries: the number of entries that the ring keeps. Each op needs two entries.
         """
@@ -168,7 +173,7 @@ class Shortcuts(Ledger, Protocol):
         :param lane_work: the class of the works of ops in lanes.
         :param part: the class of the objects that complete the pending messages of a lane. Python code sets the fields
             of these objects.
-        :param op_result: the value that stands for the op's own result.
+        :param op_result: the value which means that the work's result is the op's own result.
         """
 
     def know(self, lane: type[Any]) -> None:
