@@ -1,9 +1,10 @@
 """The agreement of the ranks on the collectives that they call.
 
 This module also handles the close, the abort and the death of a rank. NCCL waits without end for a rank that calls a
-different collective. A quick collective needs no frame: each rank only stores a description of its last calls. If a
-collective waits for some milliseconds, its rank sends a frame to each other rank. The frame describes all calls since
-the last frame. The other ranks compare these descriptions with their own calls.
+different collective. Each rank stores a description of its last calls. If a collective is quick and
+``detects_mismatch`` is false, the ranks send no frame about it. If a collective waits for some milliseconds, the
+waiting rank sends a frame to each other rank. The frame describes all calls since the rank's previous frame. The other
+ranks compare the described calls with their own calls.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ _NONE: Final = -1
 _KEPT: Final = 32
 """The number of latest calls that a rank remembers."""
 TELL_AFTER: Final = 0.005
-"""The seconds for which a collective waits before its rank describes it to other ranks. Most collectives end sooner."""
+"""The seconds for which a collective waits before this rank describes the collective to other ranks.
+
+Most collectives end sooner.
+"""
 _TEXT: Final = 1000
 """The maximum length of a description, in characters."""
 
@@ -59,7 +63,7 @@ class NcclAgreement:
         self.lanes: LaneFrames
         """The handler of frames about lanes. The transport sets this attribute before the first frame arrives."""
         self.pending: dict[int, Completion] = {}
-        """The collectives that are not done, by number."""
+        """The works of the collectives that are not done. The keys are the collectives' numbers."""
         self._control = control
         self._rank = rank
         self._detects_mismatch = detects_mismatch
@@ -165,7 +169,7 @@ class NcclAgreement:
             self._tell_due()
 
     def _tell_due(self) -> None:
-        """Describe this rank's calls to other ranks, after the timer of :meth:`Control.remind`.
+        """Describe this rank's calls to other ranks, when the timer that :meth:`Control.remind` started has expired.
 
         If a collective has waited since the timer was set, all ranks get a description. Otherwise only the ranks that
         have described their own calls get a description.
@@ -225,14 +229,14 @@ class NcclAgreement:
             self._fail_if_needed(index)
 
     def _fail_if_needed(self, index: int) -> None:
-        """Fail a pending collective if a rank has closed and has not called the collective."""
+        """Fail a collective and mark the communicator as lost, if a closed rank has not called the collective."""
         for peer, calls in self._left.items():
             if index >= calls:
                 self._dispute(index, closed_by(peer))
                 return
 
     def _dispute(self, index: int, error: CommError) -> None:
-        """Mark the communicator as lost, because the ranks disagree on one collective."""
+        """Fail the pending collective with the number ``index``, if there is one, and mark the communicator as lost."""
         self._disputed = index
         work = self.pending.get(index)
         if work is not None and not work.done():
@@ -245,12 +249,12 @@ class OwnCall(msgspec.Struct):
 
     signature: tuple[object, ...]
     gives: list[int]
-    """The number of bytes that this rank sends to each rank.
+    """A list: for each rank, the number of bytes that this rank sends to it.
 
     The list is empty for all ops except all-to-all ops.
     """
     takes: list[int]
-    """The number of bytes that this rank receives from each rank.
+    """A list: for each rank, the number of bytes that this rank receives from it.
 
     The list is empty for all ops except all-to-all ops.
     """

@@ -25,7 +25,10 @@ from aiocomms_nccl.nccl import SEVERAL_RANKS_PER_GPU, Nccl, readable
 _log = logging.getLogger("aiocomms")
 _HELLO: Final = struct.Struct("<I32s")  # the rank that connects, and the token of the rank to which it connects
 _SHARE: Final = 0.9
-"""The fraction of the remaining time in which ranks may connect. The rest is for the report of the missing ranks."""
+"""The fraction of the remaining time in which ranks may connect.
+
+In the rest of the time, ranks report missing ranks.
+"""
 _MPS: Final = "/tmp/nvidia-mps"  # noqa: S108 - CUDA looks for MPS in this folder
 _PATIENCE: Final = 2.0
 """The number of seconds within which the other end of a new connection must send its rank and token."""
@@ -48,7 +51,7 @@ class NcclHello(msgspec.Struct, array_like=True):
 
 
 class NcclPlace(msgspec.Struct, array_like=True):
-    """The address at which a rank accepts connections. The record of rank 0 also has NCCL's unique id."""
+    """A record with the address at which a rank accepts connections. The record of rank 0 also has NCCL's unique id."""
 
     address: str
     port: int
@@ -83,7 +86,10 @@ async def exchange_hellos(rendezvous: Rendezvous, mine: NcclHello) -> list[NcclH
 
 
 def _advise(rank: int, hellos: Sequence[NcclHello]) -> None:
-    """Log a warning if this rank shares a GPU with another rank and CUDA's MPS does not run. Sharing is slow then."""
+    """Log a warning if this rank shares a GPU with another rank and CUDA's MPS does not run.
+
+    Without MPS, a shared GPU is slow.
+    """
     other = next((n for n, it in enumerate(hellos) if it.gpu == hellos[rank].gpu and n != rank), None)
     folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", _MPS))
     if other is not None and not (folder / "control").exists():
@@ -138,7 +144,7 @@ async def connect(rendezvous: Rendezvous, hellos: Sequence[NcclHello], library: 
     """Connect to all other ranks.
 
     :param library: the library that makes NCCL's unique id; None if no unique id is needed.
-    :returns: the connections by rank, and NCCL's unique id.
+    :returns: a dict from each other rank to the connection, and NCCL's unique id.
     :raises CommTimeoutError: a rank did not connect.
     """
     rank = rendezvous.rank

@@ -97,11 +97,11 @@ class LaneChannels:
         self._flush()
 
     def clear(self) -> None:
-        """Drop the collectives that were not launched. The transport calls this method at its end."""
+        """Drop the collectives that were not launched. The transport calls this method at the end of its close."""
         self._ordered.clear()
 
     def form(self, unique_ids: Callable[[], Sequence[bytes]]) -> None:
-        """Join the communicators in a thread. The thread first calls ``unique_ids``."""
+        """Join the communicators in a thread. The thread first calls ``unique_ids`` to get the communicators' ids."""
         self.begun = True
         self._owner.spawn(partial(self._join, unique_ids), self._formed)
 
@@ -125,7 +125,11 @@ class LaneChannels:
         self._flush()
 
     def _flush(self) -> None:
-        """Launch collectives in the order of the log. Stop at the limit above which CUDA would block the thread."""
+        """Launch collectives in the order of the log.
+
+        Stop when the next collective's channel has ``AT_ONCE`` unfinished collectives, because CUDA could block the
+        thread.
+        """
         channels, ordered, launcher = self._channels, self._ordered, self._owner.launcher
         while channels and ordered:
             posted = ordered[0]

@@ -42,7 +42,7 @@ NOTHING: Final = CallPlan([])
 
 
 def no_memory(what: str, error: Exception) -> CommError:
-    """Return the error for an op that needs temporary GPU memory, if no GPU memory is free."""
+    """Return the error of an op for which torch found no free GPU memory."""
     return CommError(
         f"there is no GPU memory for what {what} needs beside its tensors; nothing was sent on this rank. "
         f"Free some, and call it again: {str(error).partition(chr(10))[0]}"
@@ -133,7 +133,7 @@ class CommStream:
     def warm(self, sends: bool | None = None) -> None:
         """Open all of NCCL's connections in this blocking call.
 
-        Otherwise NCCL's first calls would open them, and block.
+        Without this call, NCCL's first operations would open the connections, and would block meanwhile.
 
         :param sends: whether this rank sends in a :class:`Direction`; None if every rank sends to every rank.
         """
@@ -158,15 +158,15 @@ class CommStream:
         return [(COPY, given, taken, nbytes, NONE, NONE, NONE)] if nbytes and given != taken else []
 
     def send(self, tensor: Tensor, peer: int) -> Call:
-        """Return a send to a rank.
+        """Return the NCCL call that sends a tensor to a rank.
 
-        An empty tensor is sent as one byte, so that this send also waits for its receive.
+        An empty tensor is sent as one byte, so that its send also waits for the matching receive.
         """
         pointer, nbytes = (tensor.data_ptr(), tensor.nbytes) if tensor.numel() else (self._given, 1)
         return SEND, pointer, NONE, nbytes, nccl.UINT8, NONE, peer
 
     def recv(self, tensor: Tensor, peer: int) -> Call:
-        """Return a receive from a rank."""
+        """Return the NCCL call that receives a tensor from a rank."""
         pointer, nbytes = (tensor.data_ptr(), tensor.nbytes) if tensor.numel() else (self._got, 1)
         return RECV, NONE, pointer, nbytes, nccl.UINT8, NONE, peer
 

@@ -1,6 +1,6 @@
 """The control connections, one to each other rank.
 
-The connections carry frames. A connection ends when its rank ends.
+The connections carry frames. A connection ends when the other rank ends.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _MONOTONIC: Final = 1  # CLOCK_MONOTONIC
 
 
 class _Reminder:
-    """A timer with a descriptor (``timerfd``), which becomes readable when the time is over.
+    """A timer with a descriptor (``timerfd``), which becomes readable when the timer expires.
 
-    A transport has no other means to run at a later time.
+    A transport has no other means to run code at a later time.
     """
 
     def __init__(self) -> None:
@@ -84,14 +84,14 @@ class Control:
         self._due = False
 
     def watch(self, fd: int) -> None:
-        """Add a descriptor to those that wake the loop when they are readable."""
+        """Make the loop wake up whenever the descriptor ``fd`` is readable."""
         self._epoll.register(fd, select.EPOLLIN)
 
     def remind(self, seconds: float) -> None:
         """Wake the loop once after ``seconds``. Then :meth:`reminded` returns True once.
 
-        If ``seconds`` is 0, this happens in the loop's next iteration. A second call before that time has no effect.
-        Only the loop's thread calls this method.
+        If ``seconds`` is 0, the loop wakes in its next iteration. A second call has no effect until :meth:`reminded`
+        has returned True. Only the loop's thread calls this method.
         """
         if self.reminds:
             return

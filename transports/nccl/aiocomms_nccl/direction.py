@@ -3,7 +3,8 @@
 The receiver makes the communicator's id, and sends the id to the sender. Both ranks join the communicator, each in a
 thread. NCCL has no timeout: if the other rank does not join or does not pass a message to NCCL, this rank waits
 forever. So a rank that closes its transport sends its progress in both directions to the other rank. The progress
-includes the number of messages that the closed rank has passed to NCCL. The other rank then ends all other messages.
+includes the number of messages that the closed rank has passed to NCCL. The other rank then ends the messages that the
+closed rank has not passed to NCCL.
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ from aiocomms_nccl.sequencer import Sequencer
 SEQUENCER: Final = 0
 """The rank on which the sequencer runs. The sequencer writes the log."""
 _TURNS: Final = 8
-"""The number of loop iterations without frames after which the sequencer sends the missing ranks to waiting ranks.
+"""A number of loop iterations without frames.
+
+After these iterations, the sequencer tells waiting ranks which ranks are missing.
 
 A missing rank has not called a collective for which other ranks wait.
 """
@@ -132,7 +134,7 @@ class LaneLog:
                 self._end(lane)
 
     def end_of(self, work: Completion) -> Any:
-        """Return the object with which :meth:`Launcher.wait_stream` waits for a collective; None before the launch."""
+        """Return the object that :meth:`Launcher.wait_stream` needs for a collective; None before its launch."""
         posted = self._posted.get(work)
         return None if posted is None else posted.end
 
@@ -197,7 +199,7 @@ class LaneLog:
     def _flush(self) -> None:
         """Send the calls to the sequencer, and the log entries to all ranks. Then launch the entries' collectives.
 
-        The launch comes last, because the frames need more time than the launch.
+        The frames are sent before the launch, because frames need more time than a launch.
         """
         calls, self._calls = self._calls, []
         entries, self._entries = self._entries, []
@@ -304,7 +306,10 @@ class LaneLog:
     # ---------------------------------------------------------------------------------------------- ends of collectives
 
     def _ended(self, posted: PostedInLane) -> None:
-        """Complete the work of a collective that the GPU has finished. Until this call, the tensors are kept alive."""
+        """Complete the work of a collective that the GPU has finished.
+
+        Until this call, ``posted`` keeps the tensors alive.
+        """
         found = self._lanes[posted.lane]
         found.ordered.remove(posted)
         self._forget(posted, found)

@@ -49,7 +49,7 @@ class Launcher(Protocol):
         """True while the launcher's threads wait until ops end, so that the loop need not call :meth:`poll`."""
 
     spin: int
-    """The number of loop iterations that should call :meth:`poll` before the launcher's threads wait until ops end.
+    """The number of loop iterations with polls for ended ops, before the launcher's threads wait until ops end.
 
     0 means that the loop need not poll.
     """
@@ -84,7 +84,7 @@ class Launcher(Protocol):
     def settle(self) -> None:
         """Block until the launcher has called NCCL for all launched plans.
 
-        After that, the caller may call NCCL itself.
+        Afterwards the caller may call NCCL itself.
         """
 
     def poll(self) -> bool:

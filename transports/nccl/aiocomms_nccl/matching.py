@@ -1,8 +1,8 @@
 """The matching of sends with receives on the host. After the match, NCCL transfers the data.
 
-NCCL has no tags, and matches sends with receives in the order of the calls. If the sizes differ, the ranks hang.
-NCCL cannot withdraw a send or a receive. So a sender announces a message on the control connection. The receiver
-matches the message with a receive, and notifies the sender. After that, both ranks call NCCL.
+NCCL has no tags, and matches sends with receives in the order of the calls. If the sizes differ, the ranks hang. NCCL
+cannot withdraw a send or a receive. So a sender announces a message on the control connection. The receiver matches the
+message with a receive, and notifies the sender. Then both ranks call NCCL.
 
 Each direction between two ranks is a :class:`Direction` with its own communicator and stream. The two ranks form the
 communicator when the first message of the direction is matched. Two directions never share a communicator. Otherwise,
@@ -72,8 +72,8 @@ class Matcher:
     def post(self, op: ops.Send | ops.Recv | ops.Probe, work: Completion) -> None:
         """Start a send, a receive or a probe.
 
-        :raises UnsupportedOperation: the current stream is being captured. A probe does not raise this error, and a
-            take without an arrived message does not raise it.
+        :raises UnsupportedOperation: the current stream is being captured. A ``Probe`` does not raise this error. A
+            ``Take`` raises this error only if a matching message has arrived.
         """
         if isinstance(op, ops.Probe):
             self._probe(op, work)

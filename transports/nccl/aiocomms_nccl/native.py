@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 DONE, NCCL_FAILED, CUDA_FAILED, DROPPED, ASLEEP = range(5)
 """The outcomes of an op. The native module uses the same numbers.
 
-``DROPPED`` means that NCCL was not called for the op. ``ASLEEP`` is not the outcome of an op. It means that the native
-threads sleep until running ops end."""
+``DROPPED`` means that NCCL was not called for the op. ``ASLEEP`` is not the outcome of an op. ``ASLEEP`` means that the
+native threads sleep until running ops end.
+"""
 _MODULE: Final = "aiocomms_launcher"
 SPIN_US: Final = 50
 """The time for which native threads poll for a new op or for the end of an op before they sleep, in microseconds."""
@@ -57,7 +58,7 @@ class _Shared:
         return key, launcher
 
     def release(self, key: object) -> None:
-        """Release a launcher. When its last user releases the launcher, end the launcher's threads."""
+        """Release a launcher. If no other transport uses the launcher, end the launcher's threads."""
         with self._lock:
             launcher, count = self._users.pop(key)
             if count > 1:

@@ -53,7 +53,7 @@ _STATUS: Final = {
 
 
 class NcclStatusError(Exception):
-    """A status that a function of NCCL has returned."""
+    """The error for a status that an NCCL function has returned."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"NCCL has returned {status}")
@@ -110,7 +110,7 @@ class Nccl(Protocol):
         """Enqueue the group."""
 
     def functions(self) -> Mapping[str, int] | None:
-        """Return the addresses of the functions that a native launcher calls, or None if the search fails."""
+        """Return the addresses of the functions that a native launcher calls, or None if they were not found."""
 
 
 class CupyNccl:

@@ -48,7 +48,7 @@ class _LaneMeetings:
         Each entry is a dict. The keys are ranks, and the values are the calls of these ranks.
         """
         self.ahead: dict[int, int] = {}
-        """The number of collectives in :attr:`meetings` that each rank has called."""
+        """A dict from each rank to the number of collectives in :attr:`meetings` that the rank has called."""
 
     def next_of(self, rank: int) -> dict[int, LaneCall]:
         """Return the first collective that a rank has not called. Add an empty entry if there is no such collective."""

@@ -135,7 +135,9 @@ class NcclTransport(LaneTransport):
 
     @classmethod
     def _look(cls, device: torch.device) -> tuple[Cuda, Nccl, NcclHello]:
-        """Load the objects that call CUDA and NCCL. Return them, and the hello of this rank. This method blocks.
+        """Load the objects that call CUDA and NCCL.
+
+        Return these objects, and the hello of this rank. This method blocks.
 
         A hello is the first record that a rank sends to the other ranks.
         """

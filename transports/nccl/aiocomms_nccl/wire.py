@@ -110,18 +110,18 @@ class NcclNote(msgspec.Struct, tag=6, array_like=True):
 
 
 class LaneCall(msgspec.Struct, array_like=True):
-    """A collective that the sender has called in a lane."""
+    """A collective that the frame's sender has called in a lane."""
 
     lane: Lane
     text: str
     """The description of the collective, on which all ranks must agree."""
     gives: list[int]
-    """The number of bytes that the sender sends to each rank.
+    """A list: for each rank, the number of bytes that the frame's sender sends to it.
 
     The list is empty for all ops except all-to-all ops.
     """
     takes: list[int]
-    """The number of bytes that the sender receives from each rank.
+    """A list: for each rank, the number of bytes that the frame's sender receives from it.
 
     The list is empty for all ops except all-to-all ops.
     """
@@ -174,7 +174,7 @@ class FormChannels(msgspec.Struct, tag=13, array_like=True):
 
 
 LaneFrame = LaneCalls | LaneGivenUp | LaneEntries | LaneEnd | LaneFault | LaneWaits | FormChannels
-"""The frames about lanes."""
+"""The type of all frames about lanes."""
 Frame = Announce | TakeMessage | DirectionRequest | Calls | NcclBye | NcclAbort | NcclNote | LaneFrame
 
 _FRAMES = ControlCodec[Frame](Frame, "a control frame", limit=LONGEST)
