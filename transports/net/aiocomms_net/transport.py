@@ -36,7 +36,7 @@ class Sent:
         self.tensor = op.tensor
 
     def keep(self) -> None:
-        """Copy the bytes, because the sender may reuse its tensor before a receive matches the message."""
+        """Copy the message's bytes, because the sender may reuse its tensor before a receive matches the message."""
         self.tensor = self.tensor.clone()
 
 
@@ -314,8 +314,8 @@ class _Calling:
     def arrived(self, conduit: clock.Conduit, peer: int) -> None:
         """Store a connection with a rank.
 
-        If a connection with this rank is already stored, the other rank no longer uses it. The new connection replaces
-        the stored connection.
+        If a connection with this rank is already stored, the other rank no longer uses that connection. The new
+        connection replaces the stored connection.
         """
         self.conduits[peer] = conduit
         if len(self.conduits) == self._rendezvous.size - 1:
