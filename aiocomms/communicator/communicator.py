@@ -1,4 +1,4 @@
-"""The class that users hold: one rank's handle on a fixed, ordered group of ranks."""
+"""The class ``Communicator``: one rank's handle on a fixed, ordered group of ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from aiocomms.transport import Transport
 class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked):
     """One rank's handle on a fixed, ordered group of ranks; made by :func:`aiocomms.new_comm`.
 
-    The methods for operations start an operation, and return its :class:`~aiocomms.Work` at once. A communicator
+    Each method for an operation starts the operation, and returns a :class:`~aiocomms.Work` at once. A communicator
     belongs to the event loop, thread and process that made it. The methods :meth:`abort`, :meth:`dump` and
     :meth:`statistics` may be called on any thread.
     """
@@ -118,7 +118,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
     @property
     def transports(self) -> dict[str, str]:
-        """The name of the transport of each operation family.
+        """A dict from each operation family to the name of the family's transport.
 
         The families are ``"p2p"``, ``"collectives"`` and ``"rma"``.
         """
@@ -175,8 +175,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     def lane(self, key: Key) -> Lane:
         """Return a lane. The lane's operations match only operations in lanes with the same key on the other ranks.
 
-        The call sends and stores nothing. All lane objects with the same key are views of one lane, even if the earlier
-        objects were deleted.
+        The call sends and stores nothing. All lane objects with the same key are views of one lane, even if one object
+        is deleted before the next is created.
 
         :param key: the lane's name on all ranks, such as the number of a request. Keys of different types (str, bytes,
             int) are always different.
@@ -185,9 +185,9 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         return Lane(self, key)
 
     def _follow_lanes(self) -> None:
-        """Make every later call check whether the task has a current lane.
+        """Make each op that is called from now on check whether the task has a current lane.
 
-        Until a program enters a lane, its calls avoid the cost of this check.
+        Until a program first enters a lane, its calls avoid the cost of this check.
         """
         self._issue = self._issue_in_current_lane  # type: ignore[method-assign]
         if self._shortcuts is not None:
@@ -202,7 +202,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         works end in the loop's next iteration. If the communicator is aborted again, the later call does nothing, and
         the reason of the first call remains.
 
-        :param reason: the reason. The other ranks also get this reason.
+        :param reason: the reason for the abort, which the other ranks also get.
         """
         self._core.abort(as_reason(reason))
 
@@ -213,7 +213,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         communicator is already lost.
 
         :returns: the error that caused the loss. The abort hooks get this error, and later operations raise this error.
-        :raises CommClosedError: this rank closed the communicator before its loss.
+        :raises CommClosedError: this rank closed the communicator before the communicator was lost.
         :raises RuntimeError: the caller is not on the communicator's thread.
         """
         core = self._core
@@ -306,15 +306,16 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     ) -> Communicator | None:
         """Form new communicators, each of which has some of this communicator's ranks.
 
-        Collective over this communicator.
+        The call is collective over this communicator.
 
         :param ranks: the members of the new communicator that this rank joins, as ranks of this communicator. The order
             in the list is the rank order of the new communicator. All members of a new communicator pass the same list.
             A rank that joins no new communicator passes an empty list.
         :param name: the new communicator's name, the same on all members. None: the name is this communicator's name, a
             slash and a number.
-        :param timeout: the new communicator's timeout in seconds, which also limits the time of its formation, as in
-            :func:`aiocomms.new_comm`. The default is the timeout with which this communicator was formed.
+        :param timeout: the new communicator's timeout in seconds. The timeout also limits the formation of the new
+            communicator, as in :func:`aiocomms.new_comm`. The default is the timeout with which this communicator was
+            formed.
         :param hints: advice to the transports, which takes precedence over the hints of this communicator.
         :returns: the new communicator, or None if ``ranks`` is empty.
         :raises ArgumentError: ``ranks`` is not a list of distinct ranks, or lacks this rank; or another argument is
@@ -364,7 +365,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     async def _form_child(
         self, gathered: Work[Any], members: list[int], child: str, number: int, plan: Selection, seconds: float
     ) -> Communicator | None:
-        """Agree on the groups of a split, and form the group of this rank.
+        """Check that the ranks agree on the groups of a split, and form the new communicator of this rank's group.
 
         :param gathered: the work whose result has, for each rank, the members and the child's name that the rank passed
             to the split.
@@ -422,7 +423,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     ) -> Communicator:
         """Form a communicator that replaces this communicator.
 
-        Collective over the remaining ranks. The call also works if this communicator is already lost.
+        The call is collective over the remaining ranks. The call also works if this communicator is already lost.
 
         When the new communicator is formed, this communicator is closed. Until then, the pending ops of this
         communicator continue, unless this communicator is lost.

@@ -68,7 +68,7 @@ class Portal(Operations, Hooked):
 
     @property
     def transports(self) -> dict[str, str]:
-        """The name of the transport for each family of operations; see :attr:`Communicator.transports`."""
+        """A dict from each family of operations to the name of the transport; see :attr:`Communicator.transports`."""
         transports: dict[str, str] = self._comm.transports
         return transports
 
@@ -177,18 +177,18 @@ class Portal(Operations, Hooked):
         timeout: OpTimeout = COMM_TIMEOUT,
         hints: Mapping[str, Any] | None = None,
     ) -> Self | None:
-        """Form communicators of some of the ranks, each with a portal; see :meth:`Communicator.split`."""
+        """Form communicators, and return the portal of the one that this rank joins; see :meth:`Communicator.split`."""
         child = self._run("split", lambda: self._comm.split(ranks, name, timeout=timeout, hints=hints))
         return None if child is None else self._of(child)
 
     def create_group(self, ranks: Sequence[int], name: str, *, timeout: OpTimeout = COMM_TIMEOUT) -> Self:
-        """Form a communicator of some of the ranks, with a portal; see :meth:`Communicator.create_group`."""
+        """Form a communicator of some of the ranks, and return its portal; see :meth:`Communicator.create_group`."""
         return self._of(self._run("create_group", lambda: self._comm.create_group(ranks, name, timeout=timeout)))
 
     def reconfigure(
         self, ranks: Sequence[int] | None = None, *, size: int | None = None, timeout: float | timedelta = 10.0
     ) -> Self:
-        """Form a communicator of the remaining ranks, with a portal; see :meth:`Communicator.reconfigure`."""
+        """Form a communicator of the remaining ranks, and return its portal; see :meth:`Communicator.reconfigure`."""
         return self._of(self._run("reconfigure", lambda: self._comm.reconfigure(ranks, size=size, timeout=timeout)))
 
     def close(self) -> None:

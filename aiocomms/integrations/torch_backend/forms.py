@@ -42,7 +42,7 @@ class How(NamedTuple):
     root: int = 0
     timeout: OpTimeout = COMM_TIMEOUT
     device: torch.device | None = None
-    """The device of a barrier."""
+    """The device that the caller passes to ``barrier``; None for other operations."""
 
 
 class _OtherForm(Exception):  # noqa: N818 - The exception is no error.
@@ -122,7 +122,7 @@ _OPERATORS: Final = {
 
 
 def reduction(value: Any) -> ReduceOp:
-    """Convert a reduction operator of torch."""
+    """Convert a reduction operator of torch to one of aiocomms."""
     found: ReduceOp | None = _OPERATORS.get(getattr(value, "op", value))
     if found is None:
         _is(hasattr(value, "factor"))  # The bare enum value PREMUL_SUM has no factor.
@@ -131,7 +131,10 @@ def reduction(value: Any) -> ReduceOp:
 
 
 def deadline(value: Any) -> OpTimeout:
-    """Convert a timeout. None, 0 and negative values such as :data:`UNSET` mean the group's timeout."""
+    """Convert a timeout of torch to seconds.
+
+    None, 0 and negative values such as :data:`UNSET` mean the group's timeout.
+    """
     if value is None:
         return COMM_TIMEOUT
     _is(isinstance(value, (timedelta, float)))

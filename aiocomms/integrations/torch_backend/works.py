@@ -25,7 +25,7 @@ BACKEND: Final = "aiocomms"
 
 @contextlib.contextmanager
 def raising_as_torch_does() -> Generator[None, None, None]:
-    """Convert errors to :class:`torch.distributed.DistBackendError`, except errors about wrong arguments."""
+    """Convert errors within the block to :class:`torch.distributed.DistBackendError`, except errors about arguments."""
     try:
         yield
     except (ArgumentError, UnsupportedOperation):
@@ -55,7 +55,7 @@ class GroupWork(CompoundWork):
         *,
         ordered: bool = False,
     ) -> None:
-        """Store the parts of the work.
+        """Create the work of a call from the parts of the work.
 
         :param outputs: the tensors that the call writes.
         :param completer: the threads that complete the future, if the program requests a future.
@@ -96,8 +96,8 @@ class GroupWork(CompoundWork):
         :param timeout: the longest time to wait. With a timeout above 0, the thread waits until the GPU has executed
             the operation. With a timeout of 0 or less, the group's deadline applies.
         :returns: True.
-        :raises torch.distributed.DistBackendError: the work failed, or was not done within ``timeout``. After
-            ``timeout``, the work continues.
+        :raises torch.distributed.DistBackendError: the work failed, or was not done within ``timeout``. In the second
+            case, the work continues.
         """
         patience = timeout.total_seconds()
         with raising_as_torch_does():
@@ -114,7 +114,7 @@ class GroupWork(CompoundWork):
         return self._outputs
 
     def source_rank(self) -> int:
-        """Return the source rank of a message."""
+        """Return the source rank of the received message."""
         return self._source()
 
     _source_rank = source_rank
