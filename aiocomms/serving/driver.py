@@ -135,8 +135,9 @@ class Driver(Worker):
         :param priority: the priority among the waiting plans. The plan with the lowest value begins first. Plans with
             equal values begin in the order of the calls.
         :param timeout: seconds from the call to the end of the plan; None means no limit.
-        :param retry: whether the plan may run more than once. If a rank is lost, the plan then runs again after the
-            recovery, up to three times in total. A call during a recovery waits for the end of the recovery.
+        :param retry: whether the plan may run more than once. With ``retry``, a plan that loses a rank runs again after
+            the recovery, with at most three attempts in total. With ``retry``, a call during a recovery waits until the
+            recovery has ended.
         :returns: the result of ``execute`` on this rank, once the plan has ended on all ranks. If ``execute`` is an
             async generator function, the result is the list of the yielded items.
         :raises WorkerError: ``execute`` failed on another rank, and the plan was cancelled on all ranks. If ``execute``
@@ -329,7 +330,7 @@ class Driver(Worker):
     # ------------------------------------------------------------------------------------------- life of the service
 
     async def _serve(self) -> None:
-        """Run plans as every rank does.
+        """Run this rank's part of the plans, as the workers do.
 
         If the service cannot continue, send the error to the waiting tasks and to the workers.
         """

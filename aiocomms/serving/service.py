@@ -38,7 +38,7 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
 
     def __init__(self, comm: Communicator, recover: Recover | None = None) -> None:
         self.comm: CurrentComm = CurrentComm(comm)
-        """The communicator for layers, which stays valid after a recovery."""
+        """The object that the layers of a model use as communicator. The object stays valid after a recovery."""
         self._recover = recover
         self._worker: Worker | None = None
         self._numbers = itertools.count()
@@ -65,7 +65,7 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
     ) -> AsyncIterator[Driver]:
         """Run the driver on rank 0 within an ``async with`` block.
 
-        At its end, the block waits for the accepted plans, and then ends the workers.
+        At the end of the block, the driver finishes the accepted plans, and then ends the workers.
 
         If ``aiocomms run`` replaces rank 0 and the service has a ``recover``, the workers continue with the new
         process.

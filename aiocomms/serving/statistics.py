@@ -16,7 +16,7 @@ from aiocomms.lowlevel import clock
 
 
 class PlanFailures(msgspec.Struct, frozen=True):
-    """The number of plans of a service that have failed on this rank with one class of error."""
+    """A class of errors, and the number of plans of a service that have failed on this rank with this class."""
 
     error: str
     """The name of the error's class, such as ``"PlanLostError"``."""
@@ -38,7 +38,7 @@ class ServiceStatistics(msgspec.Struct, frozen=True):
     done: int
     """The number of plans that have ended without an error."""
     failed: Sequence[PlanFailures]
-    """The numbers of failed plans, one for each class of error; the most frequent class is first."""
+    """The failed plans: one entry for each class of error. The most frequent class is first."""
     cancelled: int
     """The number of cancelled plans.
 
