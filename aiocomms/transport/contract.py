@@ -374,8 +374,8 @@ class Transport(ABC):
     def try_cancel(self, work: Completion) -> bool:
         """Withdraw an unmatched op, if the network no longer uses the op's buffer.
 
-        The op is a receive, or an op that waits for a signal. An exception means that the transport is broken. An
-        exception has the effect of the result False.
+        The op is a receive, or an op that waits for a signal. If this method raises an exception, the transport is
+        broken, and the core assumes the result False.
 
         :returns: True if the op is withdrawn and never has an effect. Then the transport does not complete ``work``.
             False if the op continues and completes by itself.

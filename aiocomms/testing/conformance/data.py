@@ -66,9 +66,9 @@ def forget() -> None:
 
 @functools.lru_cache(maxsize=None, typed=True)
 def bits(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object) -> Tensor:
-    """Return a tensor with random bits, so with NaNs too, for operations that only move data.
+    """Return a tensor of random bits, for operations that only move data.
 
-    Do not change this tensor.
+    Floating-point tensors contain NaNs. Do not change the returned tensor.
 
     :param key: the values that, with the seed, decide the content. These values are the same on every rank.
     """

@@ -371,7 +371,7 @@ async def test_post_hook_learns_start_and_outcome_of_each_operation(comm: Commun
 @ranks(2)
 @pytest.mark.parametrize("count", [3, LARGE])
 async def test_storage_moved_during_an_op_is_an_error(comm: Communicator, case: Case, count: int) -> None:
-    """The op fails if its tensor's storage moves. If torch refuses to move the storage, the op succeeds.
+    """The op fails if its tensor's storage moves during the op. If torch refuses to move the storage, the op succeeds.
 
     In both cases, no other memory is written.
     """

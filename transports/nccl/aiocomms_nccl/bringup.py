@@ -75,7 +75,7 @@ def hello(gpu: str, library: Nccl) -> NcclHello:
 async def exchange_hellos(rendezvous: Rendezvous, mine: NcclHello) -> list[NcclHello]:
     """Exchange the first records, the hellos, with all ranks.
 
-    :raises ArgumentError: the ranks cannot work together. The message says how to fix this.
+    :raises ArgumentError: the ranks cannot work together. The message says what the user can change.
     :raises ProtocolError: the ranks have different byte orders or versions.
     """
     raw = await rendezvous.exchange("nccl", wire.dialect().head + HELLOS.encode(mine))
@@ -102,7 +102,7 @@ def _advise(rank: int, hellos: Sequence[NcclHello]) -> None:
 def check(hellos: Sequence[NcclHello]) -> None:
     """Check that the ranks can work together.
 
-    :raises ArgumentError: the ranks cannot work together. The message says how to fix this.
+    :raises ArgumentError: the ranks cannot work together. The message says what the user can change.
     :raises ProtocolError: the ranks have different byte orders.
     """
     first = hellos[0]

@@ -153,7 +153,7 @@ class CommStream:
     # ----------------------------------------------------------------------------------------------- parts of plans
 
     def copies(self, out: Tensor, source: Tensor) -> list[Call]:
-        """Return the call that copies one tensor to another, or an empty list if there is nothing to copy."""
+        """Return a list with the call that copies one tensor to another; empty if there is nothing to copy."""
         given, taken, nbytes = source.data_ptr(), out.data_ptr(), out.nbytes
         return [(COPY, given, taken, nbytes, NONE, NONE, NONE)] if nbytes and given != taken else []
 
@@ -215,7 +215,7 @@ def open_comm_stream(
 
 
 Start = Callable[[CommStream, Any], CallPlan]
-"""A function that plans a collective and enqueues no call. It may raise ``torch.OutOfMemoryError``."""
+"""A function that plans a collective and enqueues no call. The function may raise ``torch.OutOfMemoryError``."""
 
 
 def barrier(cs: CommStream, op: ops.Op) -> CallPlan:

@@ -56,7 +56,10 @@ class Forming(Protocol):
 
 
 class Posted:
-    """A send or a receive, and a position in the caller's stream. The op starts after this position."""
+    """A send or a receive, and a position in the caller's stream.
+
+    The op starts when the stream has reached this position.
+    """
 
     __slots__ = ("after", "op", "work")
 

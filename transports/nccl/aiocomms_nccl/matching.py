@@ -59,7 +59,7 @@ class Matcher:
     def check_not_captured(self) -> None:
         """Raise an error if the current stream is being captured.
 
-        The caller is about to start a message, or an op that is implemented with messages.
+        Call this method before the start of a message, or of an op that is implemented with messages.
 
         :raises UnsupportedOperation: the current stream is being captured.
         """
@@ -185,7 +185,7 @@ class Matcher:
     # -------------------------------------------------------------------------------------------- frames of the others
 
     def handle_announce(self, peer: int, message: wire.Announce) -> None:
-        """Match a message that a rank has announced."""
+        """Match an announced message with a posted receive. If no receive matches, store the message."""
         if not 0 <= message.dtype < len(DTYPE_LIST):
             raise ProtocolError(f"rank {peer} announces a message of dtype number {message.dtype}", peer=peer)
         key = (peer, message.channel, message.tag)

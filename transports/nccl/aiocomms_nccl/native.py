@@ -37,7 +37,10 @@ _DIRECT_SPIN: Final = 0
 The number is 0, because with this launcher the loop polls only after a thread has woken the loop.
 """
 _PATIENCE: Final = 1.0
-"""The maximum time to wait for the end of native threads, in seconds. A thread may be blocked in CUDA or NCCL."""
+"""The maximum time to wait for the end of native threads, in seconds.
+
+The wait has this limit, because a thread may be blocked in CUDA or NCCL.
+"""
 
 
 class _Shared:
