@@ -58,7 +58,7 @@ Take = Callable[[Any], Awaitable[object]]
 Recover = Callable[[Communicator], Awaitable[Communicator]]
 """A function that takes a lost communicator, and returns the communicator that replaces it."""
 LEAVES: Final = -1
-"""The number that marks a worker's request to leave, and rank 0's permission.
+"""The number that marks two kinds of messages: a worker's request to leave, and rank 0's permission to leave.
 
 In other messages, the number of a plan is in the same position.
 """

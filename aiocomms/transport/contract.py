@@ -354,8 +354,8 @@ class Transport(ABC):
         that a work's ``complete`` raises, such as the :class:`RuntimeError` of a second completion, has the same
         effect.
 
-        :returns: True if an op completed, else False. None means that no op completed, and that another call is useless
-            until the descriptor is readable, because the transport's own thread advances the ops.
+        :returns: True if an op completed, else False. None means that no op completed, and that the transport's own
+            thread advances the ops. Then another call is useless until the descriptor is readable.
         """
 
     @abstractmethod

@@ -185,8 +185,8 @@ class Shortcuts(Ledger, Protocol):
     def follow(self, current: ContextVar[Any]) -> None:
         """Start each op that is called from now on in the lane that is current at the op's call.
 
-        :param current: the context variable of the current lane. Its value is None, or a tuple of the current lane and
-            the previous value of the variable.
+        :param current: the context variable of the current lane. The variable's value is None, or a tuple of the
+            current lane and the previous value of the variable.
         """
 
     def elsewhere(self, lane: int | None) -> int:
@@ -196,7 +196,7 @@ class Shortcuts(Ledger, Protocol):
         """
 
     def post(self, target: Any, op: Any, keeper: Any, /) -> Any:
-        """Start a plain op on a thread that is not the loop's thread, after the earlier ops of that thread.
+        """Start a plain op on a thread that is not the loop's thread. The op starts after the thread's earlier ops.
 
         If the op is pending, native code sets ``keeper._posted_as`` to ``(on, work, look_after, index)``. Then native
         code calls ``keeper._kept()`` on the posting thread, before it reports the op's end. ``keeper._kept()``
@@ -220,7 +220,7 @@ class Shortcuts(Ledger, Protocol):
         """
 
     def window(self, comm: Any, info: Any, /) -> object:
-        """Return the value for the slot ``_shortcuts`` of a window on the transport of these shortcuts.
+        """Return the object that a window on this transport stores in its slot ``_shortcuts``.
 
         :param comm: the communicator's handle.
         :param info: the window's record, which ops on the window use.

@@ -232,7 +232,10 @@ async def test_close_in_a_cancelled_scope_releases_everything(comm: Communicator
 @pytest.mark.memory
 @ranks(2, 3, more=(7,))
 async def test_abort_fails_pending_works_on_all_ranks_with_the_first_reason(comm: Communicator, case: Case) -> None:
-    """Pending works of all ranks fail with the first reason, hooks are called once, and later calls fail at once."""
+    """Pending works of all ranks fail with the reason of the first abort.
+
+    The abort hooks are called once, and later calls fail at once.
+    """
     heard: list[CommError] = []
     comm.register_abort_hook(heard.append)
     comm.register_abort_hook(heard.append).remove()

@@ -39,7 +39,7 @@ async def wakeups() -> tuple[int, float]:
 
 
 async def expect_silence(case: Case, note: str) -> None:
-    """Check that the event loop does not wake up.
+    """Check that the event loop does not wake up while the tasks only wait.
 
     All ranks call this function at the same time, because all ranks may run on one thread.
     """

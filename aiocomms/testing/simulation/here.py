@@ -25,7 +25,7 @@ class SimulatedRank(NamedTuple):
     world: SimulatedWorld
 
     def launched_as(self, job: str, rank: int, size: int) -> None:
-        """Make the calling process a rank of a job, if the simulation has several jobs.
+        """Make the calling process a rank of one of several simulated jobs.
 
         A later ``new_comm()`` in this process then connects the ranks of this job.
 
