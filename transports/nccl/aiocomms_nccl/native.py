@@ -34,7 +34,7 @@ SPIN_US: Final = 50
 _DIRECT_SPIN: Final = 0
 """The number of polls for the end of an op with torch kernels, before a thread sleeps until the op ends.
 
-The number is 0, because with this launcher the loop polls only after a thread has woken the loop.
+With the native launcher, the loop polls only after a thread has woken the loop. So the number is 0.
 """
 _PATIENCE: Final = 1.0
 """The maximum time to wait for the end of native threads, in seconds.

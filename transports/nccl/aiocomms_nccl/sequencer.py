@@ -33,7 +33,7 @@ class Sequenced(Protocol):
         """Append a lane's next collective, which all ranks have called, to the log."""
 
     def refuse(self, rank: int, lane: int, error: CommError) -> None:
-        """Make a rank fail the next collective that it has called in a lane."""
+        """Make a rank fail its oldest collective in a lane, among the collectives that are not in the log."""
 
 
 class _LaneMeetings:

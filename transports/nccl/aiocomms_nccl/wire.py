@@ -79,11 +79,11 @@ class Progress(msgspec.Struct, array_like=True):
     """The progress of the frame's sender in two directions: to the frame's receiver, and from the receiver."""
 
     joined: bool
-    """True if the sender has begun to form the direction in which it sends."""
+    """True if the sender has begun to form the direction to the receiver."""
     sent: int
-    """The number of messages that the sender has passed to NCCL in the direction in which it sends."""
+    """The number of messages that the sender has passed to NCCL in the direction to the receiver."""
     received: int
-    """The number of messages that the sender has passed to NCCL in the direction in which it receives."""
+    """The number of messages that the sender has passed to NCCL in the direction from the receiver."""
 
 
 class NcclBye(msgspec.Struct, tag=4, array_like=True):
@@ -155,7 +155,10 @@ class LaneEnd(msgspec.Struct, tag=10, array_like=True):
 
 
 class LaneFault(msgspec.Struct, tag=11, array_like=True):
-    """A frame of the sequencer that makes the receiver fail the next collective that it has called in a lane."""
+    """A frame of the sequencer that makes the receiver fail a collective.
+
+    The collective is the oldest collective that the receiver has called in the lane and that is not in the log.
+    """
 
     lane: Lane
     reason: Reason
