@@ -27,7 +27,7 @@ class Called(msgspec.Struct, array_like=True, frozen=True):
     """The dtype of all tensors, or an empty string if there are no tensors. All ranks must pass the same dtype."""
     shapes: tuple[tuple[int, ...], ...]
     alike: bool
-    """True if the shapes must be the same on all ranks."""
+    """True if the tensors must have the same shapes on all ranks."""
 
     @classmethod
     def of(cls, op: str, tensors: Sequence[Tensor], alike: bool) -> Self:

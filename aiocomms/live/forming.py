@@ -31,9 +31,9 @@ from aiocomms.lowlevel.stores import admitting, store_errors
 from aiocomms.lowlevel.threads import run_in_thread
 
 _STORE: Final = "store"
-"""The value on which the ranks agree if they use the store and no shared memory.
+"""The value that stands for a group whose ranks use the store and no shared memory.
 
-If the ranks share memory, the value on which they agree is the ID of their host.
+The ranks agree either on this value, or on the ID of the host on which they share memory.
 """
 _PAUSE: Final = 0.01
 """The seconds between two requests to the store."""
@@ -88,7 +88,7 @@ def _registers(store: Store, fd: int | None, place: LivePlace) -> Registers:
 async def _take(registers: Registers, rank: int) -> int:
     """Claim a rank, and return the number with which this process claims the rank.
 
-    The register of the rank's place contains this number while this process has the rank.
+    The shared register of the rank contains this number while this process has the rank.
 
     :raises ArgumentError: another live process already has this rank.
     """
@@ -107,7 +107,7 @@ async def _take(registers: Registers, rank: int) -> int:
 
 
 class Opened(NamedTuple):
-    """The record of a process that has opened the memory, with the file descriptor that other processes open."""
+    """The record of a process that has opened the memory. Other processes open the file descriptor in this record."""
 
     pid: int
     holder: int
@@ -132,13 +132,13 @@ class Opened(NamedTuple):
 
     @property
     def lives(self) -> bool:
-        """True if the process is alive."""
+        """True if the recorded process is alive."""
         return process_number(self.pid) == self.holder
 
     def opened(self) -> int | None:
-        """Open the memory, and return a file descriptor; return None if the process has died or has closed the memory.
+        """Open the memory of the recorded process, and return a file descriptor.
 
-        :raises ArgumentError: another user runs the process.
+        :raises ArgumentError: another user runs the recorded process.
         """
         try:
             if not self.lives:
@@ -155,7 +155,7 @@ class Opened(NamedTuple):
 
 
 class LiveMeeting:
-    """The actions of one process in the formation of the group. They run in a thread, because their calls block."""
+    """The actions of one process in the formation of the group. These actions run in a thread, because they block."""
 
     def __init__(self, store: Store, place: LivePlace, seconds: float) -> None:
         self.store, self._place = store, place
@@ -228,10 +228,10 @@ class LiveMeeting:
     # ---------------------------------------------------------------------------------------------------- shared memory
 
     def _memory(self) -> int:
-        """Open the memory that live processes of the group have opened. If there are none, make new memory.
+        """Open the memory that live processes of the group have opened.
 
-        One key of the store lists the processes that have opened the memory. The key changes only by compare-and-set,
-        so the group has only one memory at a time.
+        If no live process has opened the memory, make new memory. One key of the store lists the processes that have
+        opened the memory. The key changes only by compare-and-set, so the group has only one memory at a time.
         """
         listed = self.store.compare_set("memory", "", "").decode()
         while True:

@@ -31,7 +31,7 @@ class LiveGroup(Handle):
     def __init__(self, place: LivePlace, registers: Registers, holder: int, kept: contextlib.AsyncExitStack) -> None:
         """Start without lanes.
 
-        :param holder: the number of this process. The register of this rank's place contains this number.
+        :param holder: the number of this process. The shared register of this rank contains this number.
         :param kept: the resources that :meth:`aclose` closes.
         """
         self._place, self._registers, self._holder, self._kept = place, registers, holder, kept

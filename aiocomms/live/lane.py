@@ -107,7 +107,7 @@ class QueuedCall:
         return None if self._abandoned else await self._use(given)
 
     def close(self) -> None:
-        """Make this call fail, because the group is closed before the call has contributed."""
+        """Fail this call, because the group is closed before the call has contributed."""
         self._begun.set()
         self._ended.set()
 
@@ -151,14 +151,16 @@ class QueuedCall:
 
 
 class LiveLane(Handle):
-    """A lane of a live group. The lane's collectives match in the order of calls.
+    """A lane of a live group.
+
+    The lane matches the calls of different ranks by the order in which each rank makes its calls.
 
     :meth:`LiveGroup.lane` makes the lane. Until its deadline, a call waits for the ranks that took part in the lane's
-    last call, and for ranks that rejoin the lane. Then the call completes with the contributions of all ranks that have
-    called. No call waits for dead ranks. A late rank gets the result without its own contribution. If the other ranks
-    have completed a rank's call and also the lane's next call without the rank, the rank gets a
-    :class:`~aiocomms.errors.LeftBehindError`. The next call of this rank joins the lane's current collective. The first
-    call of a process that replaces a dead process also joins the current collective.
+        last call, and for ranks that rejoin the lane. Then the call completes with the contributions of all ranks that
+        have called. No call waits for dead ranks. A late rank gets the result without its own contribution. If the
+        other ranks have already completed a late rank's call and the next call, the late rank gets a
+        :class:`~aiocomms.errors.LeftBehindError`. The next call of the late rank joins the lane's current collective.
+        The first call of a process that replaces a dead process also joins the current collective.
 
     Tensors must be contiguous and on the CPU. ``all_reduce`` writes its result into the given tensor; the other
     collectives return new tensors. Calls of several tasks run one after the other.
@@ -182,8 +184,8 @@ class LiveLane(Handle):
 
         The tensors are reduced in rank order. The results on all ranks are bit-identical.
 
-        :param tensor: a tensor of the same dtype and shape on all ranks. After an error the tensor is unchanged, but
-            after a LeftBehindError its content is undefined.
+        :param tensor: a tensor of the same dtype and shape on all ranks. After a LeftBehindError the tensor's content
+            is undefined. After other errors the tensor is unchanged.
         :param op: the operator; AVG divides by the number of ranks that contributed.
         :param timeout: the seconds to wait for earlier calls of the lane and for other ranks. None: wait for all live
             ranks without a deadline. The default is the group's timeout.
@@ -191,8 +193,8 @@ class LiveLane(Handle):
         :raises ArgumentError: an argument is wrong; nothing was contributed.
         :raises MismatchError: ranks have called different ops or have passed different shapes. The lane stays usable.
         :raises LeftBehindError: the other ranks have completed this call and later calls without this rank.
-        :raises CommTimeoutError: the lane's earlier calls have not ended before the deadline. This rank nevertheless
-            contributes to the collective later.
+        :raises CommTimeoutError: the lane's earlier calls have not ended before the deadline. This rank still
+            contributes ``tensor`` to the collective when the earlier calls have ended.
         :raises CommClosedError: the group is closed, or another process has replaced this process.
         """
         found = self._native("all_reduce", tensor, op, timeout)
@@ -211,7 +213,7 @@ class LiveLane(Handle):
     async def reduce_scatter(
         self, inputs: Sequence[Tensor], op: ReduceOp | str = ReduceOp.SUM, *, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Partial[Tensor]:
-        """Reduce the tensors ``inputs[rank]`` of all ranks, where ``rank`` is this rank, and return the reduction.
+        """Reduce the tensors that all ranks pass for this rank, ``inputs[rank]``, and return the reduction.
 
         :param inputs: one tensor for each rank of the group. ``inputs[i]`` has the same dtype and shape on all ranks.
         :param op: see :meth:`all_reduce`.
@@ -339,7 +341,7 @@ class LiveLane(Handle):
     async def _in_turn(
         self, header: bytes, parts: list[Tensor], ends: float, use: Use[T], native: NativeCall
     ) -> tuple[T, Round]:
-        """Take part in the next round. If that is not possible at once, take part in a background task.
+        """Take part in the next round. If this rank cannot contribute at once, a background task takes part.
 
         The cancellation of the caller does not affect the background task.
         """
@@ -369,7 +371,7 @@ class LiveLane(Handle):
             self._busy = False
 
     def close(self) -> None:
-        """Make all calls fail that have not contributed, because the group is closed."""
+        """Fail all calls that have not contributed yet, because the group is closed."""
         self._rounds.close()
         while self._queue:
             self._queue.popleft().close()
@@ -404,7 +406,7 @@ def _reduced(op: ReduceOp, like: Tensor, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _is_plain(timeout: OpTimeout) -> bool:
-    """Return whether a timeout has the usual form, which needs no further checks."""
+    """Return True if a timeout is a valid number of seconds or COMM_TIMEOUT, and so needs no further checks."""
     if type(timeout) is float or type(timeout) is int:
         return 0 < timeout <= arguments.TIMEOUT_MAX
     return timeout is COMM_TIMEOUT

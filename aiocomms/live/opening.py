@@ -1,4 +1,8 @@
-"""The opening of a live group. Like :mod:`aiocomms.communicator.opening`, this module imports only few modules."""
+"""The opening of a live group.
+
+Like :mod:`aiocomms.communicator.opening`, this module imports few modules, because the event loop may run during the
+import.
+"""
 
 from __future__ import annotations
 

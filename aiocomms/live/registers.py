@@ -12,14 +12,15 @@ LANES: Final = 256
 LONG: Final = 2**20
 """The number of bytes above which a copy would block the event loop for too long."""
 LEFT: Final = 1
-"""The value in the register of a rank's place after the rank's process has left."""
+"""The value in a rank's register after the rank's process has left the group."""
 HEADER: Final = 4080
 """The maximum size of a contribution's header, in bytes."""
 NAME, COMING, FIRST, SECOND = range(4)
 """The registers of a lane.
 
-They contain the hash of the lane's name, the bits of the ranks that rejoin, the state of the last round with an even
-number, and the state of the last round with an odd number.
+``NAME`` contains the hash of the lane's name. ``COMING`` contains a bit for each rank that rejoins the lane. ``FIRST``
+contains the state of the last round with an even number. ``SECOND`` contains the state of the last round with an odd
+number.
 """
 PER_LANE: Final = 4
 
@@ -42,23 +43,24 @@ class Shortcut(Protocol):
     def call(self, number: int, kind: str, given: object, op: object, /) -> Any:
         """Contribute tensors, as :meth:`arrive` does, and make the result of the collective.
 
-        This is possible only for a call that :meth:`know_call` has stored, and if all ranks make the same call.
+        The native code can make only a call that :meth:`know_call` has stored, and only if all ranks make this call.
 
         :param kind: the name of the collective, as an interned string.
         :param given: the tensor, the list of tensors, or None for a barrier.
         :param op: the operator as the program passed it, or None.
-        :returns: a :class:`~aiocomms.live.lane.Partial` if the native code has contributed and made the result; the
-            round's word if it has only contributed; None if it has done neither.
+        :returns: a :class:`~aiocomms.live.lane.Partial` if the native code has contributed and made the result. The
+            round's word if the native code has contributed, but has made no result. None if the native code has not
+            contributed.
         """
 
     def finish(self, word: int, tensor: object, op: object, /) -> bool:
         """Reduce the contributions into the tensor after the round is decided.
 
-        :returns: False if the reduction failed, and the content of the tensor is undefined.
+        :returns: True if the reduction succeeded. If it failed, the content of the tensor is undefined.
         """
 
     def know(self, holders: dict[int, int], /) -> None:
-        """Store the number of each rank's process."""
+        """Tell the native code the number of each rank's process."""
 
     def know_call(self, kind: str, given: object, op: object, operator: str, factor: float, header: bytes, /) -> None:
         """Store the header of a call, so that :meth:`call` can make this call.
@@ -88,7 +90,7 @@ class Registers(Protocol):
         """
 
     async def write(self, area: int, header: bytes, parts: Sequence[Tensor]) -> None:
-        """Write to an area. Even a cancelled call does not end before it has stopped reading the parts.
+        """Write a header and data to an area. A cancelled call ends only when it no longer reads the parts.
 
         :param header: at most :data:`HEADER` bytes.
         :param parts: flat byte tensors, which are written one after the other.
@@ -96,7 +98,7 @@ class Registers(Protocol):
         """
 
     async def written(self, areas: Sequence[int]) -> None:
-        """Wait until all pending writes to these areas have read their parts."""
+        """Wait until all pending writes to the given areas no longer read their source tensors."""
 
     async def read(self, area: int) -> tuple[bytes, Tensor]:
         """Return an area's header, and the area's data as a flat byte tensor. The tensor may be a view of the area.
@@ -108,7 +110,9 @@ class Registers(Protocol):
         """Return the native code for the rounds of a lane, or None if these registers have no native code."""
 
     async def changed(self, register: int, held: int, ends: float) -> bool:
-        """Wait until a register may have changed, a rank has called :meth:`tell`, or a process has died.
+        """Wait for a change of a register, a call of :meth:`tell` by a rank, or the death of a process.
+
+        The wait may also end without one of these events.
 
         :param held: the last known value of the register.
         :param ends: the end of the wait, as a time of ``aiocomms.lowlevel.clock.now()``.
@@ -121,7 +125,7 @@ class Registers(Protocol):
     def alive(self, holder: int) -> bool:
         """Return whether a process may be alive.
 
-        :param holder: the number of the process, from the register of a place.
+        :param holder: the number of the process, which a rank's register contains.
         """
 
     def close(self) -> None:
@@ -132,12 +136,12 @@ class Registers(Protocol):
 
 
 def register_of(lane: int, which: int) -> int:
-    """Return the number of a register of a lane."""
+    """Return the number of one of a lane's registers."""
     return lane * PER_LANE + which
 
 
 def place_of(rank: int) -> int:
-    """Return the number of the register of a rank's place.
+    """Return the number of a rank's register, which shows the process that has the rank.
 
     The register is initially 0. Later the register contains the number of the rank's process, or :data:`LEFT`.
     """

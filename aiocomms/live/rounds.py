@@ -1,4 +1,4 @@
-"""The agreement of a lane's ranks. For each *round* (one collective), they agree which ranks have contributed.
+"""The agreement of a lane's ranks. For each *round* (one collective), the ranks agree which of them have contributed.
 
 The ranks reach consensus by compare-and-swap on memory that stays valid when a rank dies (Herlihy, "Wait-free
 synchronization", TOPLAS 1991). The register of a round contains the round's number, a decided bit, and a bit for each
@@ -25,15 +25,23 @@ from aiocomms.live.registers import COMING, FIRST, HEADER, LEFT, Registers, area
 from aiocomms.ops.reductions import ReduceOp
 
 MOST_RANKS: Final = 20
-"""The largest number of ranks, each of which has a bit in a register. A register also has 1 decided bit and 42 bits for
-the round's number."""
+"""The largest number of ranks of a live group.
+
+A round's register has one bit for each rank, 1 decided bit, and 42 bits for the round's number.
+"""
 _DECIDED: Final = 1 << MOST_RANKS
 _HOLDER: Final = 8
-"""The size of the writing process's number, which precedes each header, in bytes."""
+"""The size, in bytes, of the number that precedes each header.
+
+This number identifies the process that has written the header.
+"""
 MOST_HEADER: Final = HEADER - _HOLDER
 """The maximum size of a header without the process's number, in bytes."""
 BEGIN: Final = 2
-"""The number of the first round. A register that contains 0 means that round 0 or 1 was decided with all ranks."""
+"""The number of the first round.
+
+A new register contains 0, as if all ranks had contributed to round 0 or 1 and the round was decided.
+"""
 
 T = TypeVar("T")
 Use: TypeAlias = Callable[[dict[int, tuple[bytes, Tensor]]], Awaitable[T]]
@@ -87,10 +95,10 @@ class NativeCall:
 
 
 class Rounds:
-    """The part of one rank in the rounds of one lane. The rank takes part in one round after the other.
+    """The methods by which one rank takes part in the rounds of one lane, one round after the other.
 
     :param lane: the lane's number.
-    :param holder: the number of this process. The register of this rank's place contains this number.
+    :param holder: the number of this process. The shared register of this rank contains this number.
     """
 
     def __init__(self, registers: Registers, lane: int, rank: int, size: int, holder: int) -> None:
@@ -105,7 +113,7 @@ class Rounds:
         self._was_in = False
         """True if it is certain that this rank contributed to its last round.
 
-        Then the other ranks wait for this rank in the next round.
+        If this rank contributed, the other ranks wait for this rank in the next round.
         """
         self._holders: dict[int, int] = {}
         """The number of the process that made each rank's last contribution."""
@@ -188,7 +196,7 @@ class Rounds:
         self._shortcut = None
 
     async def written(self) -> None:
-        """Wait until this rank's pending writes have read the contributed tensors."""
+        """Wait until this rank's pending writes no longer read the contributed tensors."""
         await self._registers.written([self._area(number, self._rank) for number in range(2)])
 
     async def _decided(
@@ -278,7 +286,7 @@ class Rounds:
         await set_bit(self._registers, self._coming, self._bit, comes)
 
     async def _open(self, number: int) -> None:
-        """Write a round's number to the round's register, if a lower number is there.
+        """Write a round's number to the round's register, if the register contains a lower number.
 
         The previous round must be decided.
         """
@@ -321,8 +329,8 @@ class Rounds:
         """Return the bits of the ranks that a round still waits for.
 
         A round waits for the ranks of the previous round and for ranks that have announced that they rejoin. The round
-        does not wait for a rank that has contributed to this round, and not for a rank whose process has left the
-        group, has died or has been replaced.
+        no longer waits for a rank that has contributed to it. The round also does not wait for a rank whose process has
+        left the group, has died or has been replaced.
         """
         coming = await self._registers.load(self._coming)
         before, _ = await self._held(round_.number - 1)
@@ -351,7 +359,7 @@ class Rounds:
         return area_of(self._lane, number, rank, self._size)
 
     async def _held(self, number: int) -> tuple[Round, int]:
-        """Return the round that now uses the register of round ``number``, and the register's value."""
+        """Return the round that the register of round ``number`` contains now, and the register's value."""
         held = await self._registers.load(self._register(number))
         return self._round(number, held), held
 

@@ -1,7 +1,8 @@
 """Registers and areas in memory that processes of one host share.
 
 The memory has no name. A process that joins the group opens the memory through the ``/proc`` entry of another process
-that has opened the memory. The kernel frees the memory when no process has it open, for example when all have died.
+that has opened the memory. The kernel frees the memory when no process has the memory open, for example when all
+processes have died.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from aiocomms.ops import buffers
 from aiocomms.progress.driver import Bell, LoopDriver
 
 _LINE: Final = 64
-"""The size of a register in the memory, in bytes. It is the size of one cache line."""
+"""The size of a register in the memory, in bytes: one cache line."""
 _ALL: Final = 2**32 - 1
 """The number in a datagram that wakes all waiting ranks. Other datagrams contain the number of a register."""
 _NUMBER: Final = struct.Struct("<I")
@@ -41,14 +42,16 @@ _LENGTHS: Final = struct.Struct("<QQ")
 _HEAD: Final = HEADER + _LENGTHS.size
 """The offset of an area's data from the beginning of the area, in bytes."""
 _WORDS: Final = place_of(MOST_RANKS) + LANES * PER_LANE
-"""The number of 64-bit words in the memory.
+"""The number of registers in the memory, including hidden registers.
 
-Each register is a word. Each register of a lane also has a second word, with the bits of the ranks that sleep until the
-register changes.
+Each register of a lane has a hidden register, with the bits of the ranks that sleep until the lane's register changes.
 """
 _AREAS: Final = (_WORDS * _LINE + _HEAD - 1) // _HEAD * _HEAD
 _UNWATCHED: Final = -1
-"""The value for a process whose death cannot be detected. Such a process is always treated as alive."""
+"""The value in place of a file descriptor for a process whose death cannot be detected.
+
+This process always counts as alive.
+"""
 
 
 def size_of(size: int, capacity: int) -> int:
@@ -90,7 +93,7 @@ class SharedRegisters:
         """The areas into which threads are writing."""
         self._wrote = Bell(self._driver)
         self._living: dict[int, int | None] = {}
-        """A file descriptor for each process, by the process's number; None if the process has died."""
+        """A dict from the number of each process to a file descriptor; None if the process has died."""
         self._name = f"\0aiocomms live {os.fstat(fd).st_ino} "
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._listen()
