@@ -1,1 +1,1 @@
-"""The code that implements ops which a transport lacks, by sends and receives, and the routing of ops to transports."""
+"""The routing of ops to transports. Ops that a transport lacks are executed as sends and receives."""

@@ -27,7 +27,7 @@ from aiocomms.transport import OP_RESULT, Completion, conclude
 FROM_ANY: Final[frozenset[type[ops.Op]]] = frozenset({ops.ProbeAny, ops.RecvAny, ops.RecvMessage})
 """The types of the ops that this module implements."""
 _REMEMBERED: Final = 256
-"""The largest number of tags for which the rank of the last message is remembered."""
+"""The largest number of tags for which this rank remembers the sender of the last message."""
 
 
 class Arrivals:
@@ -118,7 +118,7 @@ class _Queue:
             self.look(src, more=src != last)
 
     def look(self, src: int, *, more: bool = True) -> None:
-        """Probe a rank, and offer each message that a probe finds to the waiting calls.
+        """Probe a rank for messages. Each message that a probe finds is offered to the waiting calls.
 
         The method returns when a probe is pending, or when no call waits for a message of the rank.
 
@@ -235,7 +235,10 @@ class _AnyCall:
             taking.fail(error)
 
     def taken(self, outcome: Any) -> None:
-        """Handle the end of an attempt to take a message; if another receive took the message first, wait again."""
+        """Handle the end of an attempt to take a message.
+
+        If another receive took the message first, the op waits again.
+        """
         assert self._taking is not None
         op, self._taking = self._taking.op, None
         self.queue.taking -= 1

@@ -1,10 +1,10 @@
 """The abort of a lane: if one rank aborts a lane, all ranks abort the lane. The communicator's other lanes continue.
 
-The rank sends a notice to every other rank. Each rank that gets a notice also sends notices, once per lane. Unmatched
-receives of the lane are withdrawn, and no further messages are sent. A pending op of the lane ends when the transport
-no longer uses the op's tensors. Messages between two ranks keep their order. So after a rank's notice, no more messages
-of the lane come from that rank. The receiver of the notice receives and drops the messages that have arrived, so that
-the sender's tensors are released.
+The rank that aborts the lane sends a notice to every other rank. Each rank that gets a notice also sends notices, once
+per lane. Unmatched receives of the lane are withdrawn, and no further messages are sent. A pending op of the lane ends
+when the transport no longer uses the op's tensors. Messages between two ranks keep their order. So after a rank's
+notice, no more messages of the lane come from that rank. The receiver of the notice receives and drops the messages
+that have arrived, so that the sender's tensors are released.
 
 A rank begins to receive notices at its first operation on a lane. Earlier notices wait like any unmatched message.
 """
@@ -36,7 +36,7 @@ If more lanes are aborted, a rank forgets the oldest of them. Operations on a fo
 
 _BYTES: Final = 1024
 _LONGEST_LANE, _LONGEST_REASON = 60, 120
-"""The largest numbers of characters of a lane's key, and of the reason, in a notice."""
+"""Two limits of a notice: the largest number of characters of the lane's key, and of the abort's reason."""
 _MOST_TAGS: Final = 16
 """The largest number of messages that a notice lists."""
 
@@ -113,7 +113,7 @@ class LaneAborts:
         self._post(ear)
 
     def _drop(self, src: int, channel: int, tag: int) -> None:
-        """Drop the unmatched messages of a rank. The method uses empty receives, which match messages of any size."""
+        """Drop the unmatched messages from a rank. The method uses empty receives, which match messages of any size."""
         op = ops.Recv(buffers.empty(0, dtype=torch.uint8, device=self._comm.device), src, tag, channel)
         while True:
             sink = _Sink(op)

@@ -2,9 +2,9 @@
 
 If the transport does not implement lanes itself, the collectives of a lane are executed as messages. The tags of these
 messages are derived from the lane's key. So collectives of different lanes may be called in different orders on
-different ranks. A message that arrives before its receive is posted waits, like any other message. The collectives of
-one lane run one after the other, so the order of calls is enough to match them. A lane needs no counter that all ranks
-share. A lane without pending ops needs no memory.
+different ranks. Like any other message, a message of a collective may arrive before its receive is posted. The
+collectives of one lane run one after the other, so the order of calls is enough to match them. A lane needs no counter
+that all ranks share. A lane without pending ops needs no memory.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Key = str | bytes | int
 """The key of a lane. Keys of different types are never equal."""
 
 _ABOVE = 1 << 62
-"""The smallest tag of a lane's message. User tags and the tags of other collectives are less than 2**31."""
+"""The smallest tag of a message in a lane. User tags and the tags of other collectives are less than 2**31."""
 _BITS = _ABOVE - 1
 GIVEN_UP = 1 << 61
 """The tag of notices about aborted lanes. These notices use the channel of collectives."""
 _MOST_FINGERPRINTS = 4096
 _SPREAD = 0x9E3779B97F4A7C15
-"""The distance between the tags of two messages of a lane whose user tags differ by 1.
+"""The difference between two tags of a lane's messages if the program's tags of these messages differ by 1.
 
-The distance is odd. So for small user tags, lanes with close numbers get different tags.
+The distance is odd. So for small tags of the program, two lanes with close numbers get different tags.
 """
 
 
@@ -164,7 +164,7 @@ class _Turn(deque[_LaneRun]):
 
 
 class Turns(dict[int, _Turn]):
-    """The lanes of one communicator that have collectives under way, by lane number."""
+    """The queues of one communicator's lanes that have pending collectives, by lane number."""
 
     def __init__(self, comm: Poster) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from aiocomms.transport import OP_RESULT, Completion, conclude
 M = TypeVar("M", ops.Send, ops.Recv, ops.Probe)
 
 Queues = dict[tuple[int, int], deque[tuple[M, Completion]]]
-"""The unmatched ops of one kind. The keys are the channel and the tag."""
+"""The unmatched ops of one kind. The key is the pair of channel and tag."""
 
 
 class Loopback:
@@ -72,7 +72,7 @@ class Loopback:
         conclude(received, outcome)
 
     def withdraw(self, work: Completion) -> bool:
-        """Withdraw a receive or a probe; return False if a send has matched it."""
+        """Withdraw a receive or a probe; return False if a send has already matched the op."""
         op: Any = work.op
         queues: Queues[Any] = self._probes if isinstance(op, ops.Probe) else self._recvs
         key, entry = (op.channel, op.tag), (op, work)
@@ -102,7 +102,7 @@ def _keep(queues: Queues[M], op: M, work: Completion) -> None:
 
 
 def _oldest(queues: Queues[M], counterpart: ops.Send | ops.Recv) -> tuple[M, Completion] | None:
-    """Remove the oldest matching op from the queues and return it, or return None."""
+    """Remove the oldest matching op from the queues, and return this op; None if no op matches."""
     key = counterpart.channel, counterpart.tag
     if (queue := queues.get(key)) is None:
         return None

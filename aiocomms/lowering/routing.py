@@ -1,4 +1,4 @@
-"""The choice of what executes each op type on a communicator: a transport, a schedule of messages, or an error."""
+"""The choice between a transport, a schedule of messages and an error for each op type on a communicator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aiocomms.progress.inflight import LaneWork
 from aiocomms.transport import Capabilities, Completion, LaneTransport, Transport
 
 Route = Callable[[ops.Op, Completion], float | None]
-"""The type of a function that starts an op, with the contract of :meth:`aiocomms.transport.Transport.post`."""
+"""The type of a function that starts an op, as :meth:`aiocomms.transport.Transport.post` does."""
 
 
 LaneRoute = Callable[[ops.Op, int, LaneWork[Any]], float | None]
@@ -128,7 +128,10 @@ class Router(dict[type[ops.Op], Route]):
         return close
 
     def _unless_to_itself(self, cls: type[ops.Op], post: Route) -> Route:
-        """Return a route of messages: messages of this rank to itself use the loopback, and all others use ``post``."""
+        """Return a route for messages.
+
+        Messages of this rank to itself use the loopback; all other messages use ``post``.
+        """
         rank, loopback = self._comm.rank, self.loopback
         own: Callable[[Any, Completion], None] = loopback.recv
         if cls is not ops.Recv:
@@ -163,7 +166,7 @@ class Router(dict[type[ops.Op], Route]):
             self._messages(within(op, lane), work)
 
     def adopt(self, work: LaneWork[Any], part: RunPart) -> None:
-        """Continue a lane's send or receive whose message a shortcut has already posted to the transport.
+        """Continue a send or receive of a lane after a shortcut has posted the message to the transport.
 
         :param part: the object through which the transport completes the message.
         """
@@ -213,7 +216,7 @@ class Router(dict[type[ops.Op], Route]):
 
 
 class LaneRoutes(dict[type[ops.Op], LaneRoute]):
-    """The route of each op type on lanes: to a transport that executes the op type on lanes, or to messages."""
+    """The route of each op type on lanes: a transport with native lanes, or messages."""
 
     def __init__(self, decide: Callable[[type[ops.Op]], LaneRoute]) -> None:
         self._decide = decide

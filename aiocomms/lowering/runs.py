@@ -1,7 +1,7 @@
-"""Runs of schedules: a run posts the messages of a step, and continues when all of them are complete.
+"""Runs of schedules. A run posts the messages of a step, and continues when all of these messages are complete.
 
-No task runs a schedule. The completion of a step's last message resumes the schedule, so an op whose messages have all
-arrived completes inside ``post``.
+No task runs a schedule. The completion of a step's last message resumes the schedule. So if all messages of an op have
+already arrived, the op completes during its start.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Poster(Protocol):
         """See :meth:`Transport.caller_stream`."""
 
     def offload(self, op: Offload, work: Completion) -> None:
-        """Make a schedule's call in a thread, and complete the work on the event loop's thread."""
+        """Make a schedule's blocking call in a thread. Then end ``work`` on the event loop's thread."""
 
     def lose(self, error: CommError) -> None:
         """End the communicator, because the other ranks cannot know which messages of this rank are still missing."""
 
 
 class Offload(ops.Op, frozen=True, eq=False):
-    """An op that a schedule yields in place of a message: a blocking call, made in a thread."""
+    """A blocking call that a schedule yields in place of a message. A thread makes this call."""
 
     name = kind = "offload"
     call: Callable[[], object]
@@ -96,7 +96,7 @@ class Run:
     def _advance(self) -> None:
         """Post the next step, and further steps while each step completes at once.
 
-        An error before the first message is raised to the caller, and nothing was sent. A later error ends the
+        If an error occurs before the first message is sent, only the op fails. A later error also ends the
         communicator, because the other ranks have begun an op that this rank cannot finish.
         """
         while not self.work.done():
@@ -140,7 +140,10 @@ class Run:
         self._left, self._posted, self._only, self._parts = 1, True, part, [weakref.ref(part)]
 
     def _post(self, parts: Sequence[RunPart]) -> bool:
-        """Post the messages of a step. Return False if a post has failed and ended the op and the communicator."""
+        """Post the messages of a step.
+
+        If a post fails after another message was posted, end the op and the communicator, and return False.
+        """
         self._parts = [weakref.ref(part) for part in parts]
         for part in parts:
             if self._stopped is not None:  # The post of another part has stopped this run.
@@ -158,7 +161,7 @@ class Run:
     def _break_off(self, error: Exception) -> None:
         """Fail an op that cannot continue.
 
-        If no message was posted, raise ``error``. Otherwise, end the communicator too.
+        If no message was posted, raise ``error``. If a message was posted, end the op and the communicator.
         """
         self._steps.close()
         self._parts = ()
@@ -206,7 +209,7 @@ class Run:
         self._give_up(error)
 
     def stop(self, error: CommError) -> None:
-        """Take no further step, and end the op with ``error`` once the transport no longer uses its tensors."""
+        """Take no further step, and end the op with ``error`` once the transport no longer uses the op's tensors."""
         if self.work.done() or self._stopped is not None:
             return
         self._steps.close()
@@ -276,7 +279,10 @@ class BatchRun(Run):
                 conclude(self.work, OP_RESULT if self._fault is None else self._fault)
 
     def part_failed(self, error: CommError) -> None:
-        """Record that one message has failed. Withdraw unmatched receives, which must not take later messages."""
+        """Record that one message has failed.
+
+        Withdraw the batch's unmatched receives, so that these receives do not take later messages.
+        """
         if isinstance(error, MismatchError):
             conclude(self.work, error)  # The communicator is lost, and the other messages may never end.
         elif self._fault is None:

@@ -21,7 +21,10 @@ from aiocomms.ops.writing import write
 OpT = TypeVar("OpT", bound=ops.Op)
 
 RING_BYTES = 64 * 1024
-"""The smallest size, in bytes, for which an all_reduce uses the ring. For such sizes bandwidth is the limit."""
+"""The smallest size, in bytes, for which an all_reduce uses the ring.
+
+For tensors of this size or more, the time depends mainly on the bandwidth.
+"""
 
 
 class Context:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def find_shortcuts(line: Line, by_family: Mapping[ops.Family, Transport], entries: int) -> Shortcuts | None:
-    """Return the shortcuts of a communicator, or None if there are none or ``AIOCOMMS_PURE`` turns them off.
+    """Return the shortcuts of a communicator; None if it has no shortcuts, or if ``AIOCOMMS_PURE`` turns them off.
 
     A communicator has shortcuts only if one transport executes all messages and collectives. Otherwise, Python code
     chooses the transport of each op.
@@ -64,6 +64,6 @@ def give_methods(cls: type[Any], method: Callable[[type, Callable[..., Any]], Ca
 
 @functools.cache
 def _with_fields(cls: type[T], fields: type[Any]) -> type[T]:
-    """Return a subclass of ``cls``, a class of works. Native code provides the fields of the subclass."""
+    """Return a subclass of the work class ``cls``. Native code provides the fields of the subclass."""
     body = {"__slots__": (), "__module__": cls.__module__, "__doc__": cls.__doc__}
     return types.new_class(cls.__name__, (fields, cls), exec_body=lambda given: given.update(body))

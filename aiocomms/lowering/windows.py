@@ -1,9 +1,9 @@
 """One-sided operations (RMA) over sends and receives, for communicators without a transport that has RMA.
 
 Each rank serves its part of a window to every other rank. The rank receives the requests of each other rank, and
-executes them one at a time. So requests of one rank take effect in the order of the calls. The program of the part's
-owner need not call anything, but the owner's event loop must run. A put to a rank with a busy event loop waits, unlike
-a put over a transport with RMA.
+executes them one at a time. So requests of one rank take effect in the order of the calls. The owner of the part must
+run its event loop, but need not call any method. A put to a rank with a busy event loop waits, unlike a put over a
+transport with RMA.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ class TwoSided(Transport):
 
 
 class _Service:
-    """The object through which a service for one rank, or a close, is completed.
+    """The work of a service for one rank, or of a window's close.
 
     No program awaits this object.
     """
