@@ -21,11 +21,14 @@ TIMEOUT_MAX = 366 * 86400.0
 """The longest timeout, in seconds: a year. A larger value is refused, because its unit is probably wrong."""
 
 Timeout = float | timedelta | None
-"""A deadline, as a number of seconds or a ``timedelta``; None: no deadline."""
+"""The type of a deadline: a number of seconds, a ``timedelta``, or None for no deadline."""
 
 
 class UseDefault(enum.Enum):
-    """The type of :data:`COMM_TIMEOUT`. With an enumeration, type checkers understand the test ``is COMM_TIMEOUT``."""
+    """The type of :data:`COMM_TIMEOUT`.
+
+    This type is an enumeration, so type checkers understand the test ``is COMM_TIMEOUT``.
+    """
 
     COMM_TIMEOUT = "the communicator's timeout"
 
@@ -34,16 +37,19 @@ class UseDefault(enum.Enum):
 
 
 COMM_TIMEOUT: Final = UseDefault.COMM_TIMEOUT
-"""The default of an op's ``timeout``. It stands for the communicator's timeout at the time of the call."""
+"""The default value of an op's argument ``timeout``.
+
+This value stands for the communicator's timeout at the time of the call.
+"""
 OpTimeout = Timeout | UseDefault
-"""The deadline of one op."""
+"""The type of an op's argument ``timeout``."""
 
 DEFAULT: Final = "world"
 """The name of the default communicator."""
 UNNAMED: Final = "endpoint"
 """The default name of an endpoint."""
 FORMING: Final = 600.0
-"""The time limit for forming a communicator without a deadline, in seconds.
+"""The time limit, in seconds, for the formation of a communicator if the program sets no limit.
 
 After this time, an error names the missing ranks.
 """
@@ -69,7 +75,10 @@ def short(value: object) -> str:
 
 
 def wrong_type(name: str, value: object, wanted: str) -> ArgumentTypeError:
-    """Return the error for an argument of a wrong type. It names the argument, its value and the wanted type."""
+    """Return the error for an argument of a wrong type.
+
+    The error's message has the argument's name and value, and the wanted type.
+    """
     hint = "; did you forget `await`?" if isinstance(value, Awaitable) else ""
     return ArgumentTypeError(f"{name} is {short(value)} ({type(value).__name__}), wanted {wanted}{hint}")
 
@@ -83,9 +92,9 @@ def describe(tensor: torch.Tensor) -> str:
 def as_int(value: Any) -> Any:
     """Return the int of a value with ``__index__``, such as an integer of NumPy or an ``IntEnum``.
 
-    A bool, a tensor, an array, or a value without ``__index__`` is returned unchanged. This function is rarely called.
-    The numbers of an op are first checked without a conversion. If this check fails,
-    :func:`aiocomms.ops.arrays.checked` converts the numbers and checks them again.
+    A bool, a tensor, an array, or a value without ``__index__`` is returned unchanged. Most ops have only plain ints,
+    which need no conversion. If the check of an op fails, :func:`aiocomms.ops.arrays.checked` converts the op's numbers
+    and checks the op again.
     """
     kind = type(value)
     if kind is int or kind is bool or not hasattr(kind, "__index__") or hasattr(kind, "__dlpack__"):
@@ -111,7 +120,7 @@ def label(value: str) -> str:
 
 
 def in_utf8(name: str, value: str) -> bytes:
-    """Check a text, and return it in UTF-8.
+    """Check that a value is a ``str``, and return its UTF-8 encoding.
 
     :raises ArgumentTypeError: the value is no ``str``.
     :raises ArgumentError: UTF-8 cannot encode the value, because the value contains half of a surrogate pair.
@@ -165,7 +174,8 @@ def silence(options: Mapping[str, Any]) -> float:
     """Return the number of seconds without a heartbeat after which a rank counts as dead.
 
     The result 0 means that no rank counts as dead because of missing heartbeats. The number comes from the hint
-    ``"heartbeat"``. Without this hint, the number comes from the environment variable ``AIOCOMMS_HEARTBEAT``, or is
+    ``"heartbeat"``. Without this hint, the number comes from the environment variable ``AIOCOMMS_HEARTBEAT``. The
+    default of this variable is
     :data:`SILENCE`.
 
     :raises ArgumentError: the number is neither 0 nor a valid number of seconds.
@@ -210,9 +220,9 @@ def device_of(value: str | torch.device) -> torch.device:
 
 
 def place(store: object, rank: object, size: object) -> None:
-    """Check that rank, size and store fit together. One error lists all problems.
+    """Check the arguments rank, size and store of a communicator. If several are wrong, one error lists all problems.
 
-    :raises ArgumentError: the values do not fit together.
+    :raises ArgumentError: an argument is wrong or is missing.
     """
     if store is None and rank is None and size is None:
         return

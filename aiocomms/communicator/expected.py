@@ -1,6 +1,6 @@
-"""Receives that this library itself posts and keeps pending, and the tasks that wait for their messages.
+"""The class of the receives that this library itself posts, and of the tasks that wait for them.
 
-The messages may arrive at any time.
+The library keeps these receives pending, because the messages may arrive at any time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from aiocomms.progress.loops import Waiter
 class Expected:
     """The receives that one part of this library keeps pending, and the tasks that wait for each receive.
 
-    Each tag has one such receive.
+    Each tag has one pending receive.
 
     A hang report names only the receives for which a task waits.
 
@@ -43,7 +43,7 @@ class Expected:
         self._works[tag] = work, what
 
     async def change(self, tag: int) -> None:
-        """Wait until the owner calls :meth:`changed`.
+        """Wait until the part of the library that owns this object calls :meth:`changed`.
 
         :param tag: the tag of the message for which this task waits.
         """

@@ -83,7 +83,7 @@ def _starts_cuda() -> bool:
 
 
 async def launched(name: str, timeout: float) -> tuple[Store | None, int, int]:
-    """Connect to the launcher's store, and return it with this rank and the number of ranks."""
+    """Connect to the launcher's store, and return the store, this rank and the number of ranks."""
     if clock.simulation is not None:
         return clock.simulation.launched()
     launch = await run_in_thread(lambda: read_environment(os.environ), anyhow=True)
@@ -130,7 +130,7 @@ async def _form(
 
 
 async def _counted(rendezvous: StoreRendezvous) -> Callable[[], None] | None:
-    """Add this process's torch threads to a counter of its host in the store.
+    """Add the number of this process's torch threads to the counter of this host in the store.
 
     :returns: on one of the ranks that share a counter, a function that warns if these ranks have too many threads. On
         the other ranks, None.
@@ -143,9 +143,9 @@ async def _counted(rendezvous: StoreRendezvous) -> Callable[[], None] | None:
 
 
 _launched: WeakValueDictionary[tuple[str, int], Store] = WeakValueDictionary()
-"""The launcher's stores.
+"""The launchers' stores to which this process is connected.
 
-The keys are the hosts and ports. A store stays alive as long as a communicator uses the store.
+The keys of the dict are the hosts and ports. A store stays alive as long as a communicator uses the store.
 """
 
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Streams(Issuer):
-    """The base class with the method that opens streams."""
+    """A base class of communicators, with the method that opens streams."""
 
     _streams = 0
 
@@ -45,11 +45,11 @@ class Streams(Issuer):
         :param items: the type of the items: ``torch.Tensor``, of any shape and dtype; a dataclass; or ``dict``, such as
             ``dict[str, Tensor]``. A dict or a dataclass may hold all values that ``send_object`` can send without
             pickle.
-        :param capacity_bytes: the number of bytes that this end can hold, at least 1. An end that holds no other item
-            also accepts one larger item. None: any number of bytes.
+        :param capacity_bytes: the number of bytes of items that this end can hold, at least 1. If this end holds no
+            item, it also accepts one item that is larger than ``capacity_bytes``. None: any number of bytes.
         :returns: a duplex :class:`anyio.abc.ObjectStream` of items of this type; for tensors a :class:`TensorStream`.
         :raises ArgumentError: an argument is wrong; nothing was sent.
-        :raises ProtocolError: the other rank opened the stream for other items.
+        :raises ProtocolError: the other rank opened the stream with another item type.
         :raises CommError: the communicator is lost.
         """
         peer, capacity, capacity_bytes = map(as_int, (peer, capacity, capacity_bytes))

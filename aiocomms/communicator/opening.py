@@ -1,7 +1,7 @@
 """The functions that open a communicator: through a launcher, a store or a process group, or with one rank.
 
-A program may first use this module while its event loop runs. So the module imports only modules that the checks of
-arguments need. When the program awaits the communicator, a thread imports the other modules.
+A program may use this module for the first time while its event loop runs. So this module imports only modules that are
+needed to check the arguments. When the program awaits the communicator, a thread imports the other modules.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Opened = TypeVar("_Opened", bound=AbstractAsyncContextManager[Any])
 class Opening(ABC, Generic[_Opened]):
     """The result of a call such as ``new_comm()``.
 
-    To await this object, or to enter it with ``async with``, opens a communicator or an endpoint.
+    An ``await`` or ``async with`` on this object opens a communicator or an endpoint.
     """
 
     _example: str
@@ -67,11 +67,11 @@ class new_comm(Opening["Communicator"]):  # noqa: N801 - The class is called lik
     """Form a communicator with the other ranks; collective.
 
     Await the call to get a :class:`~aiocomms.communicator.communicator.Communicator`, or write
-    ``async with new_comm(...) as comm:``. The block closes the communicator at its end. If the body raises, the
-    communicator is first aborted on all ranks.
+    ``async with new_comm(...) as comm:``. The block closes the communicator at its end. If the block's body raises an
+    error, the communicator is aborted on all ranks before it is closed.
 
-    :param transport: a transport's name; ``"auto"`` for the best available transport; or a mapping from families to
-        transports' names. The families are ``"collectives"``, ``"p2p"`` and ``"rma"``.
+    :param transport: a transport's name; ``"auto"`` for the best available transport; or a mapping from families of ops
+        to transports' names. The families are ``"collectives"``, ``"p2p"`` and ``"rma"``.
     :param device: the device of all tensors.
     :param store: the store where the ranks meet. With ``store``, also pass ``rank`` and ``size``. The communicator uses
         the store for splits and recovery until the communicator is closed. Without ``store``, ``rank`` and ``size``,

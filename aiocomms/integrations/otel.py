@@ -25,12 +25,12 @@ _SCOPE = "aiocomms"
 
 
 class _Spans:
-    """The hook that makes a span for each op of a communicator that is called within a sampled span."""
+    """The hook of one communicator. The hook makes a span for each op that is called within a sampled span."""
 
     def __init__(self, comm: Instrumentable, provider: TracerProvider) -> None:
         self.provider = provider
         self.users: set[Tracing] = set()
-        """The handles of this hook that were not removed."""
+        """The handles on this hook for which :meth:`Tracing.remove` was not called yet."""
         self._tracer = trace.get_tracer(_SCOPE, __version__, provider)
         self._transports = comm.transports
         self._place = _labels(comm.name, comm.rank)
@@ -67,7 +67,7 @@ class _Spans:
 
 _lock = threading.Lock()
 _known: WeakKeyDictionary[Instrumentable, list[_Spans]] = WeakKeyDictionary()
-"""The hooks of each communicator, one for each provider, so that no op has two spans."""
+"""The hooks of each communicator. A communicator has only one hook for each provider, so that no op gets two spans."""
 
 
 class Tracing(Handle):
@@ -86,7 +86,7 @@ class Tracing(Handle):
         self._spans = found
 
     def remove(self) -> None:
-        """Stop the tracing, unless another call has also asked for it. Idempotent."""
+        """Stop the tracing, unless another handle on it is left. Idempotent."""
         with _lock:
             self._spans.users.discard(self)
             if not self._spans.users and self._spans in self._all:
@@ -97,8 +97,8 @@ class Tracing(Handle):
 def trace_ops(comm: Instrumentable, tracer_provider: TracerProvider | None = None) -> Tracing:
     """Make a span for each op that is called from now on and within a sampled span.
 
-    The op's span is a child of the sampled span, and lasts from the call to the op's end. The hook creates the op's
-    span when the op has ended.
+    The op's span is a child of the sampled span, and lasts from the call to the op's end. A post-hook of the
+    communicator creates the op's span when the op has ended.
 
     The provider's sampler decides whether the op's span is recorded. The default sampler of OpenTelemetry's SDK makes
     the same decision as for the parent span. An op that is called outside a sampled span gets no span.
@@ -117,7 +117,7 @@ def _labels(name: str, rank: int) -> dict[str, Any]:
 
 
 class PlanTracing(Handle):
-    """The hooks that make spans for a service's plans and their ops; :meth:`remove` removes the hooks."""
+    """A handle on the spans of a service's plans and of their ops. :meth:`remove` ends the tracing."""
 
     def __init__(self, service: Service, provider: TracerProvider | None) -> None:
         self._tracer, self._provider = trace.get_tracer(_SCOPE, __version__, provider), provider
@@ -169,7 +169,8 @@ def trace_plans(service: Service, tracer_provider: TracerProvider | None = None)
     of the plan's ops on this rank are children of the plan's span, which lasts as long as ``execute`` runs. As with
     :func:`trace_ops`, a plan that is called outside a sampled span gets no span.
 
-    :param service: the service. Its current and later communicators are traced as by :func:`trace_ops`.
+    :param service: the service. The function traces the ops of the service's current and later communicators, as
+        :func:`trace_ops` does.
     :param tracer_provider: the provider of the tracer; None: the global provider.
     :returns: a handle with ``.remove()``.
     :raises ArgumentTypeError: ``service`` is not a service.

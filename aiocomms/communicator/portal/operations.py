@@ -25,7 +25,7 @@ from aiocomms.ops.arrays import checked
 
 
 class Operations(Issuer):
-    """The operations that communicators and lanes share; each returns a work for which a thread can wait."""
+    """The operations that communicators and lanes share. Each method returns a work for which a thread can wait."""
 
     _core: Core
     _door: Door
@@ -74,7 +74,7 @@ class Operations(Issuer):
     def _issue(  # type: ignore[override]
         self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
     ) -> BlockingWork[Any]:
-        """Check an op, post it on this thread or on the loop's thread, and return its work."""
+        """Check an op, post the op on this thread or on the loop's thread, and return the op's work."""
         if self._core.refusing:
             raise self._core.refused(op)
         self._door.elsewhere(op.name)
@@ -131,7 +131,7 @@ class BlockingLane(Operations):
         return closed
 
     def abort(self, reason: str | BaseException) -> None:
-        """Abort the lane on every rank; see :meth:`Lane.abort`. Any thread may call this."""
+        """Abort the lane on every rank; see :meth:`Lane.abort`. Any thread may call this method."""
         self._target.abort(reason)
 
     def close(self) -> None:

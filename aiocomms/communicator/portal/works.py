@@ -31,7 +31,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class PortalCall(Pending, Generic[_T]):
-    """A coroutine function that the loop runs for a thread."""
+    """A thread's call of a coroutine function, which runs on the loop."""
 
     refused: bool
 
@@ -40,8 +40,8 @@ class PortalCall(Pending, Generic[_T]):
     def __init__(self, door: Door, call: Callable[[], Awaitable[_T]], marks: CallerMarks | None = None) -> None:
         """Store the call, which does not start yet.
 
-        :param marks: the communicator's marks of CUDA streams. With them, the call runs after the earlier work on this
-            thread's stream.
+        :param marks: the communicator's marks of CUDA streams. If the marks are passed, the call's GPU work runs after
+            the earlier work on this thread's stream.
         """
         super().__init__(door)
         self._calls = [call]  # The thread that takes the call begins it, or prevents its start.
@@ -57,8 +57,8 @@ class PortalCall(Pending, Generic[_T]):
     def run(self, patience: float | None) -> _T:
         """Run the function on the loop, and block this thread until its end. A timeout or Ctrl-C cancels the function.
 
-        If the loop has not started the function before the timeout, the loop may be blocked. So this thread does not
-        wait for the function's end.
+        If the loop is blocked at the timeout and has not started the function, the function never runs, and this thread
+        does not wait for the loop.
 
         :param patience: the seconds to wait; None: no limit.
         :raises TimeoutError: the function was cancelled.
@@ -176,7 +176,7 @@ class BlockingWork(Pending, Generic[T_co]):
         self.op: Op = op
         """The record of the operation."""
         self._given: Op | None = None
-        """The record with the caller's arrays in place of tensors; None: the caller passed tensors."""
+        """The record with the arrays that the caller passed; None if the caller passed only tensors."""
         self._seconds: float = comm._seconds if timeout is COMM_TIMEOUT else arguments.deadline("timeout", timeout)
         self._until = clock.now() + self._seconds
         self._asked: list[tuple[Mapping[str, Any] | None, OpTimeout, Context]] = [(hints, timeout, copy_context())]
@@ -194,7 +194,7 @@ class BlockingWork(Pending, Generic[T_co]):
         return f"<BlockingWork {self.op.name} on '{self._where}' (rank {self._comm.rank}) {state}>"
 
     def done(self) -> bool:
-        """Return whether the op has completed or failed on this rank. Any thread may call this."""
+        """Return whether the op has completed or failed on this rank. Any thread may call this method."""
         return self._over
 
     def wait(self, timeout: Timeout = None) -> T_co:
@@ -206,7 +206,7 @@ class BlockingWork(Pending, Generic[T_co]):
         waits, an unmatched receive is then withdrawn.
 
         :param timeout: the seconds to wait; 0: do not wait; None: no limit.
-        :returns: the result that ``await`` on the communicator's own work returns.
+        :returns: the same result as ``await comm.op(...)`` returns for this op on the event loop.
         :raises TimeoutError: the op was not done in time; the op continues.
         :raises CommError: the op failed or could not be started, or the event loop has ended.
         :raises RuntimeError: the caller is on the loop's own thread, which would wait for itself.
@@ -235,7 +235,8 @@ class BlockingWork(Pending, Generic[T_co]):
 
         :param stream: a ``torch.cuda.Stream``; None: this thread's current stream.
         :raises ArgumentError: ``stream`` is no stream, or belongs to another device than the communicator.
-        :raises UnsupportedOperation: the op runs on no stream: its tensors are on the CPU, or it completes on the host.
+        :raises UnsupportedOperation: the op runs on no stream, because its tensors are on the CPU or because it
+            completes on the host.
         :raises CommError: the op has failed already, or could not be started.
         :raises RuntimeError: the caller is on the loop's own thread, which would wait for itself.
         """
@@ -270,9 +271,9 @@ class BlockingWork(Pending, Generic[T_co]):
     # ------------------------------------------------------------------------------------ on the thread that calls it
 
     def _posted(self) -> bool:
-        """Post the op on this thread, if the shortcuts can do this and no earlier call waits for the loop.
+        """Post the op on this thread, if the native shortcuts can post it and no earlier call waits for the loop.
 
-        :returns: whether the op was posted.
+        :returns: True if the op was posted.
         """
         shortcuts, door = self._comm._shortcuts, self._door
         if shortcuts is None or not door.idle:
@@ -301,7 +302,10 @@ class BlockingWork(Pending, Generic[T_co]):
         return True
 
     def _kept(self) -> None:
-        """Register the pending op; see :meth:`aiocomms.transport.native.Shortcuts.post`. Idempotent."""
+        """Register the pending op with the event loop; see :meth:`aiocomms.transport.native.Shortcuts.post`.
+
+        Idempotent.
+        """
         assert self._posted_as is not None
         on, work, look_after, index = self._posted_as
         self._work, core = work, self._core
@@ -350,7 +354,7 @@ class BlockingWork(Pending, Generic[T_co]):
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _ended(self) -> None:
-        """Wake the waiting threads after the end of the op and after its hooks."""
+        """Wake the waiting threads when the op has ended and the op's hooks have run."""
         work, driver = self._work, self._core.driver
         assert work is not None
         error = work.error
@@ -370,7 +374,7 @@ class BlockingWork(Pending, Generic[T_co]):
     def _taken(self) -> tuple[Mapping[str, Any] | None, OpTimeout, Context] | None:
         """Return the op's arguments at the first call, and None at later calls.
 
-        The first caller then starts the op, or lets it fail.
+        The caller that gets the arguments must start the op or end it with an error.
         """
         try:
             return self._asked.pop()
@@ -405,7 +409,7 @@ class BlockingWork(Pending, Generic[T_co]):
 
 
 class _Listener:
-    """The object that a work wakes in place of a task."""
+    """The object that a work wakes at its end if threads wait for the work, not a task."""
 
     __slots__ = ("_of",)
 

@@ -40,11 +40,17 @@ from aiocomms.lowlevel.jobstore import JobStore
 NAMESPACE: Final = "aiocomms"
 """The namespace of the keys in Ray's key-value store (the GCS)."""
 _OPEN: Final = "open"
-"""The key that rank 0 sets in its store when it admits the other ranks, after a check that no second rank 0 exists."""
+"""The key in rank 0's store that admits the other ranks.
+
+Rank 0 sets this key after a check that no second rank 0 exists.
+"""
 _VERDICT: Final = "verdict"
 """The key that rank 0 sets in its store at the end of the meeting. The key's value is the list of missing ranks."""
 _PROBE: Final = 2.0
-"""The largest number of seconds for one attempt to reach a store. After a failed attempt the rank can try others."""
+"""The largest number of seconds for one attempt to reach a store.
+
+After a failed attempt the rank can try another store.
+"""
 _SHORTEST: Final = 0.1
 """The smallest number of seconds for an attempt to reach a store, even if less time is left until the deadline."""
 _WITHDRAWAL: Final = 5.0

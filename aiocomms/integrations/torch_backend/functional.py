@@ -1,4 +1,4 @@
-"""The functional collective of torch whose own implementation does not support groups written in Python."""
+"""An implementation of torch's functional all-gather for process groups that are written in Python."""
 
 # mypy: disable-error-code="no-untyped-call"
 # The methods of torch's library of kernels have no types.
@@ -30,7 +30,7 @@ def _all_gather_into_tensor_out(input: Tensor, group_size: int, group_name: Any,
 
 
 def register() -> None:
-    """Replace torch's implementation of the collective, which supports only groups with a C++ backend."""
+    """Replace torch's implementation of the functional all-gather, which supports only groups with a C++ backend."""
     if hasattr(torch.ops._c10d_functional, "all_gather_into_tensor_out"):
         for device in ("CPU", "CUDA"):
             _LIBRARY.impl("all_gather_into_tensor_out", _all_gather_into_tensor_out, device)

@@ -1,4 +1,4 @@
-"""The works of reads and writes, which are works of ``torch.distributed``. The transport engine completes them."""
+"""The ``torch.distributed`` works of reads and writes. The transport engine completes these works."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TransferWork(CompoundWork):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block this thread until the transfer has ended.
 
-        :param timeout: the longest time to wait. With 0, the timeout of the transfer applies.
+        :param timeout: the longest time to wait. 0 stands for the transfer's default timeout.
         :returns: True.
         :raises TimeoutError: the transfer has not ended within the timeout. The transfer continues.
         :raises CommError: the transfer has failed.
@@ -47,7 +47,10 @@ class TransferWork(CompoundWork):
         return True
 
     def wait_for(self, patience: float) -> None:
-        """Do the same as :meth:`wait`, for at most ``patience`` seconds, which may be 0."""
+        """Block this thread until the transfer has ended, for at most ``patience`` seconds, which may be 0.
+
+        This method raises the errors of :meth:`wait`.
+        """
         ends, failure = clock.now() + patience, None
         for step in self._parts:
             try:
@@ -65,7 +68,7 @@ class TransferWork(CompoundWork):
         return []
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Return a future. Its value is an empty list. If the transfer fails, a wait for the future raises the error.
+        """Return a future, whose value is an empty list. If the transfer fails, a wait for the future raises the error.
 
         The future completes during this call, or later on the transport's thread. The thread that completes the future
         also runs its callbacks, so the callbacks must not block.
