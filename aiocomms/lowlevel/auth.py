@@ -61,9 +61,9 @@ def _kept(text: str | None, path: str | None) -> bytes | None:
 def check_exposed(what: str) -> None:
     """Check that the job has a token, before a port is opened to other hosts.
 
-    The operator may also allow a job without a token.
+    A user can also allow a job without a token, by ``AIOCOMMS_ALLOW_UNAUTHENTICATED``.
 
-    :param what: the beginning of the error's message. It names the port that other hosts could reach.
+    :param what: the beginning of the error's message, which names the port that other hosts could reach.
     :raises ArgumentError: the job has no token, and ``AIOCOMMS_ALLOW_UNAUTHENTICATED`` does not allow a job without a
         token.
     """
@@ -83,7 +83,10 @@ def mac(key: bytes, *parts: bytes | str | int) -> bytes:
 
 
 def same(a: bytes, b: bytes) -> bool:
-    """Return whether two values are equal. The time does not depend on the position of the first difference."""
+    """Return whether two values are equal.
+
+    The duration of the comparison does not depend on the position of the first difference.
+    """
     return hmac.compare_digest(a, b)
 
 
@@ -100,7 +103,7 @@ class Seal:
     """A signer of one rank's records in the store, which also verifies the records of the communicator's other ranks.
 
     If the job has no token, the seal signs nothing, and any process can compute the result of :meth:`secret`. The key
-    is confidential: no text and no pickle contains it.
+    is confidential, so ``repr`` does not show the key, and a seal cannot be pickled.
     """
 
     __slots__ = ("_key", "_signs")

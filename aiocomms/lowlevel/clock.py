@@ -152,7 +152,7 @@ class Simulation(Protocol):
         """
 
     def wires(self) -> Wires:
-        """Return the factory of the connections that the process's endpoints use before they have a communicator."""
+        """Return the factory of the connections that two endpoints use before they form a communicator."""
 
 
 now: Callable[[], float] = time.monotonic
@@ -164,9 +164,9 @@ event: Callable[[], ThreadEvent] = threading.Event
 token_bytes: Callable[[int], bytes] = secrets.token_bytes
 """Return random bytes that no other process can guess.
 
-Use them for values on which the behaviour of a program may depend.
+Use this function if the behaviour of a program may depend on the random bytes, because a simulation can repeat them.
 
-In a simulation, the bytes depend only on the seed.
+In a simulation, the bytes depend only on the simulation's seed.
 """
 simulation: Simulation | None = None
 """The simulation that runs now; None outside a simulation."""

@@ -1,4 +1,7 @@
-"""The flag close-on-exec for descriptors of libraries that do not set it. Python always sets the flag (PEP 446)."""
+"""The flag close-on-exec for the descriptors that C libraries open without this flag.
+
+Python itself sets the flag (PEP 446).
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ def closed_on_exec() -> Iterator[None]:
     """Set close-on-exec, at the end of the context, on sockets, pipes and epolls that were opened within the context.
 
     The kernel does not report which thread has opened a descriptor. So the context also sets the flag on a descriptor
-    that another thread opens at this time. If that thread passes only the number of the descriptor to a child, the
-    child cannot use the descriptor. Descriptors that Python passes to a child are safe, because Python clears the flag
-    later, in the child.
+    that another thread opens before the end of the context. If that thread passes only the number of the descriptor to
+    a child, the child cannot use the descriptor. Descriptors that Python passes to a child are safe, because Python
+    clears the flag later, in the child.
     """
     before = _inheritable()
     try:

@@ -1,8 +1,8 @@
 """The encoding of control messages. All messages between ranks are control messages, except messages with tensor data.
 
-A control message is a msgspec record, or one of a union of records, and is sent as msgpack. If the ranks have not
-compared versions before, the message begins with the name and version of its format (:mod:`.versions`). The decoder
-limits the size of a message, and checks its content. Every wrong message raises :class:`ProtocolError`.
+A control message is usually a msgspec ``Struct``, and is sent in msgpack format. If the ranks have not compared
+versions yet, the message begins with a head, which names the format and its version (:mod:`.versions`). The decoder
+checks the size and the content of a message. If the message is invalid, the decoder raises a :class:`ProtocolError`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ControlCodec(Generic[_T]):
 
         :param kind: the type of the format's messages. It may be a union of types.
         :param what: the name of a message of this format. The texts of errors begin with this name.
-        :param dialect: the format and version with which each message begins. None: the ranks have already compared
-            versions.
+        :param dialect: the format and version in the head of each message. None: the messages have no head, because the
+            ranks have already compared versions.
         :param limit: the largest size of a message in bytes, without the head.
         """
         self._what = what

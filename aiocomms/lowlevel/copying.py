@@ -1,4 +1,4 @@
-"""Copies between tensors of this process. They are copies of messages, or background copies of low priority."""
+"""Copies between tensors of this process: copies of messages, and background copies of low priority."""
 
 from __future__ import annotations
 

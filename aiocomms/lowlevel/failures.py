@@ -1,9 +1,8 @@
 """The errors that all transports raise in the same situations.
 
-One function creates each kind of error, so that its text is the same for all transports.
+For each kind of error, one function creates the error, so that all transports raise the error with the same text.
 
-The module ``errors`` has the functions for errors of a closed or dead rank, because such an error depends only on the
-rank.
+The module ``errors`` has the functions that create the errors about a closed or dead rank.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ def misfit(
 ) -> MessageTruncatedError | MismatchError | None:
     """Return the error of a receive whose buffer does not fit the message; None if the buffer fits.
 
-    After a :class:`MessageTruncatedError`, the buffer contains as many of the first bytes of the message as fit into
-    it. After a :class:`MismatchError` the buffer is unchanged.
+    After a :class:`MessageTruncatedError`, the buffer contains the beginning of the message, up to the buffer's size.
+    After a :class:`MismatchError` the buffer is unchanged.
 
     :param rank: the sender.
     :param dtype: the message's dtype.
@@ -77,7 +76,9 @@ def misfit(
 
 
 def disagreement(peer: int, theirs: str, rank: int, mine: str) -> MismatchError:
-    """Return the error of a communicator whose ranks disagree on a collective. The core adds the collective's number.
+    """Return the error of a communicator whose ranks disagree on a collective.
+
+    The communicator's core adds the collective's number to the error.
 
     :param theirs: the op that ``peer`` calls, as text.
     :param mine: the op that ``rank`` calls.
@@ -86,7 +87,7 @@ def disagreement(peer: int, theirs: str, rank: int, mine: str) -> MismatchError:
 
 
 class Reason(msgspec.Struct, array_like=True, frozen=True):
-    """The reason for which a rank ends its communicator, in the form in which the rank sends the reason to other ranks.
+    """A message that tells other ranks why its sender ends the communicator.
 
     A reason is small enough for a control message. The receiver checks the reason.
     """
@@ -97,7 +98,7 @@ class Reason(msgspec.Struct, array_like=True, frozen=True):
     peer: int
     """The rank at fault. For a timeout, this is the rank whose deadline has passed."""
     late: tuple[int, ...] = ()
-    """The late ranks. The sender of this reason has waited for them until the sender's deadline."""
+    """The late ranks. The sender of this reason has waited for the late ranks until the sender's deadline."""
 
     @classmethod
     def of(cls, error: CommError, rank: int) -> Reason:

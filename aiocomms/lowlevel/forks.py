@@ -59,7 +59,11 @@ class Unshared:
         _of[owner] = self
 
     def release(self) -> None:
-        """Remove all addresses. Their connections are closed, and other sockets may get the same addresses."""
+        """Remove all addresses.
+
+        Call this method when the connections of these addresses are closed, because other sockets may then get the
+        addresses.
+        """
         self._records = []
         self._owner = lambda: None
 
@@ -69,7 +73,7 @@ class Unshared:
         return len(packed) > 0 and any(packed in record for record in self._records)
 
     def let_go(self) -> None:
-        """Release the addresses in a forked child, and never destroy the owner there."""
+        """Release the addresses in a forked child, and ensure that the child never destroys the owner."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._owner()))
         self.release()
 
@@ -79,9 +83,9 @@ _of: weakref.WeakKeyDictionary[object, Unshared] = weakref.WeakKeyDictionary()
 
 
 def _packed(address: Address) -> bytes:
-    """Return the name of a unix socket, or the first bytes of the struct of an internet socket, without the scope.
+    """Return the name of a unix socket, or the first bytes of the kernel's struct for an internet socket's address.
 
-    The struct is sockaddr_in or sockaddr_in6.
+    The struct is sockaddr_in or sockaddr_in6. The bytes do not contain the scope ID of a sockaddr_in6.
     """
     if not isinstance(address, tuple):
         return address.encode() if isinstance(address, str) else address

@@ -4,9 +4,10 @@ Of two ranks, the rank with the higher number connects, and the other rank accep
 dialogues of ``handshake.py``.
 
 The gate drops a connection that does not authenticate in time. A connection is silent until its first message. If there
-are too many connections, the gate drops a silent connection. It chooses the host with the largest number of silent
-connections, and drops the oldest of these. So one host that opens many connections does not make the gate drop
-connections of other hosts. The gate drops other connections only if no connection is silent.
+are too many connections, the gate drops a silent connection. The gate chooses the host with the largest number of
+silent connections, and drops the host's oldest silent connection. So one host that opens many connections does not make
+the gate drop connections of other hosts. The gate drops a connection that has sent a message only if no connection is
+silent.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class HalfOpen:
         """Start the dialogue.
 
         :param peer: the rank to which this rank has connected; None if the other side has connected.
-        :param source: the host that has connected. None: this rank has connected, or the host has already sent its
-            first message.
+        :param source: the host of the other side, if the other side has connected and has not sent a message yet.
+            Otherwise None.
         """
         connection.setblocking(False)
         self.connection: socket.socket = connection
@@ -101,7 +102,7 @@ class HalfOpen:
 class Entrance:
     """The connections that are not authenticated yet.
 
-    Even if one host opens many connections, they do not make the entrance drop the connections of other hosts.
+    Even if one host opens many connections, the entrance does not drop the connections of other hosts.
     """
 
     dropped: int
@@ -209,7 +210,7 @@ class Entrance:
             self.drop(half)
 
     def close(self) -> None:
-        """Close all connections. These connections do not count as dropped."""
+        """Close all connections. Connections that this method closes do not count as dropped."""
         for half in self._half_open.values():
             half.connection.close()
         self._half_open.clear()
@@ -288,7 +289,7 @@ class Gate:
                 self._selector.close()
 
     def give_up(self) -> None:
-        """End a call of :meth:`run` whose result nobody takes, and close its connections. Any thread may call this."""
+        """End the call of :meth:`run`, and close the connections that the call has opened. Any thread may call this."""
         with self._lock:
             self._given_up = True
             if self._ended:

@@ -8,9 +8,9 @@ Both sides authenticate before they send anything else:
     acceptor:  the acceptance
 
 A MAC covers both ranks, all nonces that were exchanged before it, and a text that differs for each step. Only the ranks
-of the communicator know the key of the MAC. So a message that was recorded on another connection, or that the other
-side has sent, is not accepted as a proof. The only exception is the first MAC. It can be a recorded MAC, because the
-acceptor sends its nonce later. So the first MAC is no proof. It only shows early that the other side may be a rank.
+of the communicator know the key of the MAC. So a process without the key cannot reuse a MAC from another connection or
+from another step. The only exception is the first MAC. A process can reuse a recorded first MAC, because the acceptor
+sends its nonce only afterwards. So the first MAC shows early that the connector may be a rank, but does not prove this.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HANDSHAKE: Final = Dialect("the handshake", b"aioG", 2)
 PROOF_BYTES: Final = 32
 """The size of a MAC in bytes.
 
-An acceptor waits for exactly this number of bytes only after it has read the connector's first message.
+If an acceptor waits for exactly this number of bytes, the acceptor has already read the connector's first message.
 """
 
 _NONCE: Final = 16
@@ -37,11 +37,14 @@ _HELLO: Final = struct.Struct(f"!I{_NONCE}s{PROOF_BYTES}s")
 _ACCEPTED: Final = b"\x01"
 
 Dialogue = Generator[int, bytes, int]
-"""A generator that yields the number of bytes that it must receive next. At its end it returns the peer's rank."""
+"""A generator that yields the number of bytes that the generator must receive next.
+
+Its return value is the peer's rank.
+"""
 
 
 class RefusedError(Exception):
-    """The error of a dialogue with a process that is not a rank of this communicator, or not an expected rank."""
+    """The error of a dialogue if the other side does not prove that it is an expected rank, or refuses this rank."""
 
     def __init__(self, version: int | None = None) -> None:
         """Create the error.

@@ -65,7 +65,7 @@ def process_descriptor(number: int) -> int | None:
 
     :param number: the process's number, see :func:`process_number`.
     :returns: the descriptor; None if the kernel refuses to open a descriptor, or ``number`` is 0.
-    :raises ProcessLookupError: the process has ended. Another process may have its pid now.
+    :raises ProcessLookupError: the process has ended. Another process may now have the same pid.
     """
     pid = number % (1 << _PID_BITS)
     if not pid:
@@ -93,8 +93,9 @@ def _ended(fd: int) -> bool:
 def reachable_address(names: Iterable[str], store: Store | None) -> str:
     """Return the address at which ranks on other hosts reach this host. The address is never a wildcard.
 
-    It is the address of the network interface in ``AIOCOMMS_IFACE``. If that variable is not set, it is the address of
-    the interface that this host uses to reach the store, ``MASTER_ADDR``, or the host of another rank.
+    The environment variable ``AIOCOMMS_IFACE`` may name the network interface whose address is returned. If this
+    variable is not set, the function uses the interface through which this host reaches the store, ``MASTER_ADDR``, or
+    the host of another rank.
 
     :param names: the names or addresses of the hosts on which other ranks run.
     :param store: the store through which the ranks have found each other. All ranks can reach the store's host.

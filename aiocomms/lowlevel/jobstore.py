@@ -1,6 +1,7 @@
 """The client of a job's store.
 
-In the server's process, the client calls the server directly. In other processes, it uses an authenticated connection.
+In the server's process, the client calls the server directly. In other processes, the client uses an authenticated
+connection.
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ def load_libraries(paths: Iterable[str | os.PathLike[str]]) -> None:
 
     Call this function in a thread.
 
-    An import or ``ctypes.CDLL`` holds the interpreter's lock until a library is read from the disk and linked. This
-    blocks the event loop. After a call of this function, the library is loaded, so an import of the library is fast. If
-    the library cannot be loaded, the later import raises the error.
+    An import or ``ctypes.CDLL`` holds the interpreter's lock until a library is read from the disk and linked.
+    Meanwhile the event loop is blocked. After a call of this function, the library is loaded, so an import of the
+    library is fast. If the library cannot be loaded, the later import raises the error.
     """
     dlopen = ctypes.CDLL(None).dlopen
     dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p

@@ -1,7 +1,7 @@
-"""The connections by which an endpoint calls another endpoint. They use sockets (``wires.py``) or a simulated network.
+"""The connections by which an endpoint calls another endpoint, over sockets (``wires.py``) or a simulated network.
 
-One process listens for calls, and other processes call this process. Each call opens a line, which is a connection for
-messages between two processes.
+An endpoint listens for calls, and other endpoints connect to it by calls. Each call opens a line, which is a connection
+for messages between two endpoints.
 """
 
 from __future__ import annotations
@@ -105,14 +105,14 @@ class Reception(Protocol):
         """
 
     def close(self) -> None:
-        """Stop listening. After that, ``let_in`` is not called."""
+        """Stop listening. After this call, ``let_in`` is not called any more."""
 
 
 class Wires(Protocol):
     """A factory of receptions (listeners) and calls."""
 
     def find(self, host: str) -> Callable[[ReceptionDriver], Reception]:
-        """Find the address at which an endpoint listens. Blocks, because a name may need a lookup.
+        """Find the address at which an endpoint listens. This call blocks, because the lookup of a name may take time.
 
         :param host: a name or an address of this host.
         :returns: a function that listens at this address, on a free port, and does not block. This function raises an

@@ -1,10 +1,11 @@
 """The memory in use.
 
-It is the memory of the tensors of pending ops and open windows, for all communicators of this process.
+The memory of tensors is in use while a pending op or an open window of any communicator in this process uses the
+tensors.
 
 Code that moves the memory of a tensor must call :func:`in_use` first. Another communicator, perhaps on another thread,
-may have given the old address to the network. The start of an op records nothing. Instead, the rare call of
-:func:`in_use` asks all holders.
+may have given the old address to the network. To keep the start of an op fast, ops do not record their memory. A call
+of :func:`in_use` asks all holders for their tensors.
 """
 
 from __future__ import annotations

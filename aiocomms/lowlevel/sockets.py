@@ -34,7 +34,7 @@ def tune(connection: socket.socket, seconds: int = 5) -> socket.socket:
 def read_exactly(connection: socket.socket, count: int) -> bytes:
     """Receive exactly ``count`` bytes from a blocking connection.
 
-    :raises OSError: the connection ended before the last byte, or its timeout has passed.
+    :raises OSError: the connection ended before the last byte, or the socket's timeout has passed.
     """
     data = bytearray()
     while len(data) < count:

@@ -1,4 +1,4 @@
-"""Functions that open a job's store, and a function for the errors of ``torch.distributed`` stores.
+"""Functions that open a job's store, and a function that replaces the errors of ``torch.distributed`` stores.
 
 All these functions except :func:`admitting` block.
 """
@@ -45,7 +45,7 @@ def store_errors(what: str = "the rendezvous store is lost", *, rank: int | None
 def new_server(listener: socket.socket) -> StoreServer:
     """Serve a new store to the ranks of this job.
 
-    :param listener: the listener, which the server closes later.
+    :param listener: the listening socket, which the server owns and closes from now on.
     :raises CommError: no descriptor or no thread is left for the server.
     """
     token = read_token(os.environ)
@@ -100,7 +100,8 @@ def reach_store(host: str, port: int, rank: int, timeout: float) -> JobStore:
 async def admitting(store: Store | None) -> AsyncIterator[None]:
     """Let ranks connect to a store while the caller forms a communicator.
 
-    If this process serves the store, the store stops listening when the last of these contexts ends.
+    If this process serves the store, the store stops listening at the end of the context, unless another of these
+    contexts is open.
     """
     if not isinstance(store, JobStore) or not store.serves:
         yield

@@ -41,7 +41,7 @@ LENGTH: Final = struct.Struct("!I")
 OUTAGE: Final = 120
 """The time in seconds after which a connection ends if the host of the rank no longer answers.
 
-After that, the rank does not count as dead.
+The end of this connection does not mean that the rank is dead.
 """
 LONGEST: Final = 16 * MAX_RECORD
 """The largest size in bytes of a request.
@@ -88,7 +88,7 @@ def perform(kept: HashStore, what: str, args: Sequence[Any]) -> Any:
 class _Line:
     """The connection to a rank.
 
-    It also holds the received part of the rank's next request, and the answers that are not sent yet.
+    The object also holds the received part of the rank's next request, and the answers that were not sent yet.
     """
 
     __slots__ = ("answers", "connection", "request")
@@ -100,10 +100,10 @@ class _Line:
 
 
 class StoreServer:
-    """The server of a store for the ranks of a job. It runs on a separate thread.
+    """The server of a store for the ranks of a job. The server runs on a separate thread.
 
     The port is open while ranks form a communicator over the store. The thread ends only when this process no longer
-    uses the store and no rank is connected. Other ranks may still need the store when this process no longer uses it.
+    uses the store and no rank is connected, because other ranks may need the store longer than this process.
     """
 
     address: tuple[str, int]
@@ -112,7 +112,7 @@ class StoreServer:
     def __init__(self, listener: socket.socket, key: bytes, *, guarded: bool) -> None:
         """Begin to serve the store. The caller counts as the first user of the server.
 
-        :param listener: the listener, which the server closes later.
+        :param listener: the listening socket, which the server owns and closes from now on.
         :param key: the key that only the ranks of the job know, if the job has a token.
         :param guarded: True if the job has no token. Then the server accepts only processes of this system user, if the
             kernel reports the user of a process.
@@ -364,7 +364,10 @@ class StoreServer:
 
 
 def owner(connection: socket.socket) -> int | None:
-    """Return the user ID of the process at the other end of a local connection, or None if the kernel does not tell."""
+    """Return the user ID of the process at the other end of a local connection.
+
+    Return None if the kernel does not report the user ID.
+    """
     mine, theirs = connection.getsockname(), connection.getpeername()
     ends = [socket.inet_pton(connection.family, end[0].partition("%")[0]).ljust(16, b"\0") for end in (theirs, mine)]
     ask = struct.pack("=BBBxI", connection.family, socket.IPPROTO_TCP, 0, 2**32 - 1)

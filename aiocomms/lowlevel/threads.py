@@ -28,11 +28,12 @@ _under_way: set[_thread.LockType] = set()
 async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
     """Run a blocking call in a separate daemon thread.
 
-    If the await is cancelled, the thread continues. Then nobody gets the result or error of the call. Some calls return
+    If the await is cancelled, the thread continues, and the result or error of the call is dropped. Some calls return
     long after their timeout, for example a call to a store whose server has stopped. The event loop does not wait for
     such a call, and the exit of the interpreter waits for at most 1 s.
 
-    :param call: a function without arguments. This function returns its result, or raises its error.
+    :param call: a function without arguments. The result and the errors of ``call`` are also those of
+        :func:`run_in_thread`.
     :param anyhow: True if the call must run, for example because it releases resources. If no thread can be started,
         the call then runs in this thread.
     :raises CommError: no thread can be started, or no descriptor is left for the wait.
@@ -70,7 +71,10 @@ async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
 
 
 def _apart(call: Callable[[], _T], cancelled: type[BaseException]) -> Callable[[], _T]:
-    """Return a call that never raises the errors that mean a cancellation or the end of a coroutine."""
+    """Return a function that makes a call.
+
+    The function raises a RuntimeError in place of a StopIteration or a cancellation's error.
+    """
 
     def apart() -> _T:
         try:
@@ -163,12 +167,12 @@ def _start(target: Callable[[], None], refused: list[RuntimeError]) -> threading
 def _awaited(start: Callable[[Callable[[], None]], _T], target: Callable[[], None]) -> _T:
     """Start a daemon thread. The end of the interpreter waits for the thread for at most 1 s.
 
-    Before Python 3.14, when the interpreter ends, it unwinds the stack of each thread that returns from C++ code. If
-    this stack has C++ code that cannot be unwound, the process ends by SIGABRT. Most calls that are still running at
-    the exit return soon, so a short wait is enough.
+    Before Python 3.14, the end of the interpreter unwinds the stack of each thread that returns from C++ code. If this
+    stack has C++ code that cannot be unwound, the process ends by SIGABRT. Most calls that are still running at the
+    exit return soon, so a short wait is enough.
 
-    :param start: a function that starts a thread for the given function. This function returns its result, or raises
-        its error.
+    :param start: a function that starts a thread. The thread runs the function that ``start`` gets as its argument. The
+        result and the errors of ``start`` are also those of :func:`_awaited`.
     """
     running = _thread.allocate_lock()
     running.acquire()

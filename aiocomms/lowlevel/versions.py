@@ -1,7 +1,8 @@
-"""The head of all data that ranks send to each other. It names the format, and the version of the format.
+"""The head of all data that ranks send to each other.
 
-The receiver checks the head before it decodes other bytes. So the receiver can distinguish data of another version from
-random bytes. The error for another version names both versions, even if all other bytes of the format differ.
+The head names the format of the data, and the version of the format. The receiver checks the head before it decodes
+other bytes. So the receiver can distinguish data of another version from random bytes. All versions of a format have
+the same form of head. So the error about another version can always name both versions.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from typing import Any
 class Waker:
     """A file descriptor that becomes readable when some thread calls :meth:`wake`.
 
-    The calling thread stores its data elsewhere, such as in a ``deque``. The descriptor only makes the event loop check
-    for new data in that place. After a call of :meth:`clear`, only the first call of :meth:`wake` writes, so many
-    completions cost one system call.
+    The descriptor carries no data. The calling thread first stores its data elsewhere, such as in a ``deque``. The
+    event loop then checks the ``deque`` for new data. After a call of :meth:`clear`, only the first call of
+    :meth:`wake` writes, so many completions cost one system call.
     """
 
     __slots__ = ("_fd", "_lock", "_set")
@@ -40,8 +40,8 @@ class Waker:
     def clear(self) -> None:
         """Make the descriptor unreadable.
 
-        Call this method before you check for data. If you call it after the check, a wake-up between the two can be
-        lost.
+        Call this method before you check for data. If you call this method after the check, a wake-up between the check
+        and the call can be lost.
         """
         if self._set:
             with self._lock:

@@ -1,7 +1,7 @@
 """The connections between endpoints, over sockets. In a simulation, other classes replace the classes of this module.
 
-The reception (the listener) runs on the event loop's thread. It accepts only processes that prove that they belong to
-the job.
+The reception (the listener) runs on the event loop's thread. The reception accepts only processes that prove that they
+belong to the job.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ Here = tuple[int, tuple[str, int]]
 class ClosableSocket:
     """A socket that any thread may close. The descriptor is closed when no thread waits for it any more.
 
-    The kernel gives the number of a closed descriptor to the next socket. A thread that had waited would wait for that
-    socket until its timeout.
+    The kernel gives the number of a closed descriptor to the next socket. If the descriptor were closed earlier, a
+    waiting thread would then wait for the wrong socket.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -171,7 +171,7 @@ class SocketCall:
 class SocketReception:
     """The listener of one endpoint.
 
-    The event loop watches one epoll descriptor for all its connections, and does not poll.
+    The event loop watches one epoll descriptor for all connections of the listener, and does not poll.
     """
 
     host: str
@@ -292,7 +292,7 @@ _SOCKETS: Final = SocketWires()
 def wires() -> Wires:
     """Return the factory of connections for endpoints.
 
-    In a simulation it is the simulation's factory, and otherwise the factory of sockets.
+    A simulation has its own factory. Outside a simulation, the factory makes connections over sockets.
     """
     return _SOCKETS if clock.simulation is None else clock.simulation.wires()
 
