@@ -12,9 +12,9 @@ import anyio
 from aiocomms.progress.deadlines import watchdog
 
 LOOKS = 150
-"""The largest number of times that threads and descriptors are counted, 10 ms apart, until they are gone.
+"""The largest number of times that the check counts the threads and descriptors, every 10 ms.
 
-A slow rank needs several counts.
+The check counts again if a slow rank has not released all threads and descriptors yet.
 """
 
 

@@ -105,7 +105,7 @@ def _sizes(config: pytest.Config) -> set[int] | None:
 def _device(config: pytest.Config) -> torch.device:
     """Return the device of all tensors.
 
-    First test that the device works, because the failure of a later check would explain less.
+    If the device does not work, the function raises an error, because the failures of all checks would explain less.
     """
     import torch
 
@@ -134,8 +134,8 @@ def _transports(config: pytest.Config) -> list[Subject]:
 def subject(given: str, device: torch.device, state: Mapping[str, str | None]) -> Subject:
     """Find the transport that a value of ``--transport`` names.
 
-    :param state: for the name of each installed transport, the reason why the transport is not available, or None if it
-        is available.
+    :param state: a dict from the names of the installed transports. A value is the reason why the transport is not
+        available; None: the transport is available.
     """
     from aiocomms.bootstrap.registry import find
     from aiocomms.testing.conformance.matrix import PROCESSES, Subject

@@ -1,6 +1,6 @@
 """One rank of a world.
 
-It opens a communicator, runs checks on this communicator, and returns the outcomes of the checks.
+The rank opens a communicator, runs checks on this communicator, and returns the outcomes of the checks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from aiocomms.communicator.communicator import Communicator
 from aiocomms.testing.conformance.case import Case, CaseBoard, Outcome, Place
 
 TURNS = 100
-"""The number of turns that the event loop gets after a check. Within these turns, all works of the check should end."""
+"""The number of event loop iterations after a check. All works of the check should end within these iterations."""
 LOOKS = 1000
-"""The number of times that the rank checks for pending works after these turns. It checks once per millisecond."""
+"""The number of times that the rank looks for pending works after :data:`TURNS` iterations, once per millisecond."""
 
 Check = Callable[..., Awaitable[None]]
 
@@ -87,10 +87,10 @@ class Rank:
         self._waiting = ""
         self._case: Case | None = None
         self.comm: Communicator | None = None
-        """The communicator of this rank. Checks share it until a check fails."""
+        """The communicator of this rank. Successive checks use the same communicator until a check fails."""
 
     def prepare(self, store: Store, board: CaseBoard) -> None:
-        """Prepare for another check."""
+        """Store the objects that the next check uses, and create the check's cancel scope."""
         self._store, self._board = store, board
         self._scope = anyio.CancelScope()
         self._waiting = ""

@@ -24,13 +24,13 @@ SHAPE = (6,)
 
 
 def incoming(comm: Communicator, case: Case, tag: int = 0) -> tuple[Slot, Work[torch.Tensor]]:
-    """Post the receive of rank 1. This happens before rank 0 sends the message."""
+    """Post the receive of rank 1, before rank 0 sends the message."""
     slot = case.empty(torch.int32, SHAPE)
     return slot, comm.recv(slot.tensor, 0, tag)
 
 
 async def send_when_told(comm: Communicator, case: Case, note: str = "cancelled", tag: int = 0) -> None:
-    """Do the part of rank 0, which waits for a note of rank 1 and then sends the message."""
+    """Do the part of rank 0: wait until rank 1 has posted ``note``, and then send the message."""
     await case.told(note, 1)
     await comm.send(case.bits(torch.int32, SHAPE).to(comm.device), 1, tag)
 

@@ -79,7 +79,10 @@ async def test_exception_that_leaves_the_lane_block_aborts_the_lane(comm: Commun
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_task_cancelled_in_the_lane_block_aborts_the_lane(comm: Communicator, case: Case) -> None:
-    """The lane is also aborted on the other ranks. A server needs this when a client disconnects during a request."""
+    """The lane is also aborted on the other ranks.
+
+    A server needs such an abort when a client disconnects during a request.
+    """
     case.need_any_order()
     others = range(1, comm.size)
     if comm.rank == 0:
@@ -101,7 +104,10 @@ async def test_task_cancelled_in_the_lane_block_aborts_the_lane(comm: Communicat
 @pytest.mark.memory
 @ranks(2, 3)
 async def test_lane_abort_releases_a_send_that_is_never_received(comm: Communicator, case: Case) -> None:
-    """A large message waits for its receive, which is never called. Some transports buffer the message instead."""
+    """Rank 0 sends a large message, and no rank receives it.
+
+    The abort ends the send, unless the transport has buffered the message.
+    """
     case.need_any_order()
     lane, last = comm.lane("large"), comm.size - 1
     works: list[Work[Any]] = []

@@ -22,9 +22,12 @@ from aiocomms.transport import Transport
 SHAPE = (6,)
 
 SHORT = 0.1
-"""A deadline, in seconds."""
+"""A short deadline of ops, in seconds."""
 ASKED_AGAIN = 0.6
-"""A deadline, in seconds. After each such deadline, this rank may ask the other ranks for their state again."""
+"""A longer deadline of ops, in seconds.
+
+After each missed deadline of this length, this rank may ask the other ranks for their state again.
+"""
 ATTEMPTS = 20
 
 
@@ -178,7 +181,7 @@ async def test_late_collective_names_the_missing_rank(comm: Communicator, case: 
 async def expect_in_timeout(comm: Communicator, *expected: str) -> None:
     """Repeat a receive from rank 1 that misses its deadline until the error has the expected text.
 
-    On a busy machine, more attempts may be necessary.
+    On a busy machine, several attempts may be necessary.
     """
     for _ in range(ATTEMPTS):
         error = await expect_timeout(comm.timeout, lambda: comm.recv(ones(comm), 1, 9, timeout=ASKED_AGAIN))
@@ -336,7 +339,7 @@ async def test_abandoned_await_leaves_the_collective_pending(comm: Communicator,
 async def test_deadline_passes_while_the_loop_is_busy(comm: Communicator, case: Case) -> None:
     """The peer gets the timeout while rank 0 blocks its loop.
 
-    Rank 0 blocks until the peer posts a note, or until the wait at the store ends.
+    Rank 0 blocks until the peer writes a key to the store, or until rank 0's wait for this key ends.
     """
     case.need_processes()
     if comm.rank == 0:

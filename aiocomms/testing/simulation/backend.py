@@ -1,6 +1,6 @@
 """The parts of anyio's backend that a simulation replaces: threads, and the order in which scopes are cancelled.
 
-anyio cancels the child scopes of a scope in the order of a set. This order depends on addresses in memory, so it
+anyio cancels the child scopes of a scope in the order of a set. This order depends on addresses in memory, so the order
 differs from run to run. Scopes of simulated programs keep their child scopes in the order of entry.
 """
 
@@ -22,7 +22,7 @@ _installed: list[bool] = []
 
 
 class _InOrder(dict[Any, None]):
-    """The methods of a set that anyio uses, with the items in the order of insertion."""
+    """A replacement of anyio's sets, which keeps the items in the order of insertion."""
 
     def add(self, item: Any) -> None:
         self[item] = None

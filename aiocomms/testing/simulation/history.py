@@ -26,8 +26,8 @@ def simulate(
     :param program: an async function that each rank runs. In this function ``aiocomms.new_comm()`` forms the
         communicator.
     :param ranks: the number of ranks.
-    :param seed: the seed of all random decisions; or the text of a seed, which the notes of a failed history's error
-        contain.
+    :param seed: the seed of all random decisions. To repeat a failed history, pass the text of the seed from the notes
+        of its error.
     :param faults: the faults to inject; None: no faults.
     :param latency: the smallest and the largest latency of a message, in seconds.
     :param longest: the largest duration of the history, in virtual seconds.
@@ -54,8 +54,8 @@ def explore(
     """Run a program with many seeds until a history fails, and reduce the faults of this history.
 
     A history is one simulated run. The search removes faults as long as the history fails with the same type of error.
-    Then the search halves durations, such as those of pauses, in the same way. The notes of the error name the seed
-    with which :func:`simulate` repeats the reduced history.
+    Then the search halves the durations of faults, such as pauses, as long as the history fails with the same type of
+    error. The notes of the error name the seed with which :func:`simulate` repeats the reduced history.
 
     :param seeds: the seeds, or the number of seeds. The other parameters are those of :func:`simulate`.
     :returns: the number of histories, if none has failed.

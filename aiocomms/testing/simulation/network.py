@@ -26,7 +26,7 @@ def describe(frame: Any) -> str:
 
 
 def address_of(number: int) -> bytes:
-    """Return the address with a given number. All addresses of a simulated world have this format."""
+    """Return the address with a given number. This function makes all addresses of a simulated world."""
     return b"simulated %d" % number
 
 
@@ -51,7 +51,10 @@ class SimulatedConduit:
         self._answered: Callable[[bool], object] | None = None
         """The callback for the answer to this end's attempt to connect; None if no answer is pending."""
         self._kept: list[Any] = []
-        """The calls that deliver the frames that arrived before :meth:`hear`, and perhaps the connection's end."""
+        """Calls that :meth:`hear` makes later.
+
+        These calls deliver the frames that have already arrived, and the end of a connection that has already ended.
+        """
         self.heard = process.now()
         self.over = False
         """True if this end no longer sends or receives."""
@@ -160,10 +163,10 @@ class SimulatedNetwork:
         self._least, self._range = latency[0], latency[1] / latency[0]
         self._listeners: dict[bytes, tuple[Timeline, Callable[[clock.Conduit, Any], object]]] = {}
         self._owners: dict[bytes, Timeline] = {}
-        """The process of each address, even if the process no longer listens."""
+        """A dict from each address to its process. A process stays in the dict when it no longer listens."""
         self._conduits: dict[SimulatedConduit, None] = {}
         self._parted: dict[tuple[int, int], float] = {}
-        """The time until which no traffic passes from one rank to another rank. The key is the pair of ranks."""
+        """A dict from the pair (sender, receiver) to the time until which a partition separates these ranks."""
 
     # ------------------------------------------------------------------------------------ calls of processes
 
