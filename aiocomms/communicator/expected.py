@@ -38,7 +38,7 @@ class Expected:
     def note(self, tag: int, work: StartedWork[Any], what: str = "") -> None:
         """Record the latest receive that was posted for a tag.
 
-        :param what: text that reports add to the name of the part that posts the receives.
+        :param what: a text that reports show after the name of the part that posts the receives.
         """
         self._works[tag] = work, what
 

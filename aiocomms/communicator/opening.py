@@ -40,7 +40,7 @@ class Opening(ABC, Generic[_Opened]):
 
     @abstractmethod
     async def _open(self) -> _Opened:
-        """Open the object, and return it."""
+        """Open the communicator or endpoint, and return it."""
 
     def __await__(self) -> Generator[Any, Any, _Opened]:
         return self._open().__await__()

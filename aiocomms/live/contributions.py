@@ -71,7 +71,7 @@ def contributions(mine: Called, encoded: bytes, given: Mapping[int, tuple[bytes,
 
     :param mine: the description of this rank's call.
     :param encoded: this rank's header, which is ``mine`` in encoded form.
-    :param given: the header and the data of each rank.
+    :param given: the header and the data of each rank's contribution.
     :raises MismatchError: the calls of the ranks do not match.
     :raises ProtocolError: a contribution is malformed.
     """

@@ -176,7 +176,8 @@ class LiveMeeting:
 
         :returns: a file descriptor of the shared memory; None if the ranks use the store and no shared memory.
 
-        :raises ArgumentError: other ranks have passed other arguments, or share memory that this process cannot open.
+        :raises ArgumentError: the ranks have passed different arguments, or the other ranks share memory that this
+            process cannot open.
         :raises CommTimeoutError: a rank has not joined before the deadline.
         :raises OSError: the memory is not available.
         """

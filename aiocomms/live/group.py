@@ -1,4 +1,4 @@
-"""A live group, as one of its processes uses it: the rank of this process, and the group's lanes."""
+"""The live group of one process, which has the rank of this process and the group's lanes."""
 
 from __future__ import annotations
 

@@ -345,7 +345,10 @@ class Rounds:
         return awaited
 
     async def _forget(self, late: int) -> None:
-        """Clear the announcements of late ranks. Rounds do not wait for a late rank until it announces itself again."""
+        """Clear the announcements of late ranks.
+
+        Rounds do not wait for a late rank until the rank announces again that it rejoins.
+        """
         for rank in range(self._size):
             if late >> rank & 1:
                 await set_bit(self._registers, self._coming, 1 << rank, False)

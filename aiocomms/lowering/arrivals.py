@@ -3,7 +3,7 @@
 A transport's ``Probe`` finds a message, but does not receive the message. A ``Take`` is a non-blocking receive. So an
 op that waits for a message from several ranks has a probe for each rank. When a probe ends, the op takes the message,
 or waits again if another receive has taken the message. So no message is lost. A receive that names one source goes to
-the transport directly. Such a receive has precedence over the ops of this module.
+the transport directly, and has precedence over the ops of this module.
 
 The ops that wait for one tag are in one queue, in the order of their calls. A queue has at most one probe for each
 rank.

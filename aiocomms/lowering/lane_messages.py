@@ -60,8 +60,8 @@ def tag_of(number: int, tag: int) -> int:
 def collective_tag(number: int, op: Any) -> int:
     """Return the tag of a collective's messages, derived from the lane, the kind, the operator and the root.
 
-    Collectives that differ only in size or dtype have the same tag. If ranks call such collectives, the receiver finds
-    the mismatch when a message arrives.
+    Collectives that differ only in size or dtype have the same tag. If the ranks disagree on the size or the dtype, the
+    receiver finds the mismatch when a message arrives.
     """
     what = (op.name, getattr(op, "root", None), getattr(op, "op", None))
     fingerprint = _fingerprints.get(what)

@@ -1,4 +1,4 @@
-"""Shortcuts: native code of a transport that starts plain ops.
+"""Shortcuts: native code of a transport that starts plain ops, which have no hints and no deadline of their own.
 
 This module decides which communicators use shortcuts.
 """

@@ -84,7 +84,8 @@ class Network(Protocol):
 
         :param hello: the first object that the listening process gets.
         :param answered: a function that is called once, with True if the connection was accepted. False means that no
-            process listens there, or that the connection broke before the answer. Then ``on_end`` is not called.
+            process listens there, or that the connection broke before the answer. If the connection was not accepted,
+            ``on_end`` is not called.
         """
 
 

@@ -32,7 +32,7 @@ def store_errors(what: str = "the rendezvous store is lost", *, rank: int | None
     All errors of torch's stores are RuntimeErrors. The texts of some errors contain a stack trace, which this function
     drops.
 
-    :param what: the beginning of the message.
+    :param what: the beginning of the error's message.
     :param rank: this rank; None if the caller adds the rank to the error.
     """
     try:

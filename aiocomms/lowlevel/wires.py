@@ -54,7 +54,7 @@ class ClosableSocket:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[socket.socket]:
-        """Return the socket to a thread that may wait for it.
+        """Yield the socket, for which the calling thread may wait within the context.
 
         :raises OSError: the socket was closed.
         """

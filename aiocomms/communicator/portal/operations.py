@@ -126,7 +126,7 @@ class BlockingLane(Operations):
 
     @property
     def closed(self) -> bool:
-        """True once this view was closed on this rank."""
+        """True once this view of the lane was closed on this rank."""
         closed: bool = self._target.closed
         return closed
 

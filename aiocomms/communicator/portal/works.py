@@ -61,7 +61,7 @@ class PortalCall(Pending, Generic[_T]):
         does not wait for the loop.
 
         :param patience: the seconds to wait; None: no limit.
-        :raises TimeoutError: the function was cancelled.
+        :raises TimeoutError: ``patience`` seconds have passed, and the function was cancelled.
         """
         self._door.put(self._begin)
         try:

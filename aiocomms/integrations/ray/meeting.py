@@ -125,8 +125,8 @@ class RayMeeting:
     def _claim(self, key: bytes) -> None:
         """Ensure that no other process is rank 0 of the same rendezvous.
 
-        A process that is rank 0 puts its record into the GCS before this call. So two such processes find each other's
-        records.
+        A process that is rank 0 puts its record into the GCS before this call. So if two processes are rank 0 of the
+        rendezvous, they find each other's records.
 
         :param key: the key of this process's record.
         :raises ArgumentError: another process is already rank 0, or claims rank 0 with a record that has a smaller key.
@@ -147,9 +147,9 @@ class RayMeeting:
                 return
 
     def _rival(self, key: bytes, record: RayRecord) -> JobStore | None:
-        """Return the store of another process that is rank 0, or None.
+        """Return the store at the address of another rank 0's record, or None if this store cannot be reached.
 
-        If no rank 0 serves a store at the record's address, delete the record.
+        If no rank 0 serves a store at this address, delete the record.
         """
         try:
             with store_errors():

@@ -16,7 +16,7 @@ from aiocomms.lowlevel import clock
 
 
 class TransferWork(CompoundWork):
-    """The work of a read or a write. Any number of threads may wait for it, any number of times.
+    """The work of a read or a write. Any number of threads may wait for the work, any number of times.
 
     The work completes even if no thread waits. After the timeout of a wait, the transfer continues.
     """

@@ -1,6 +1,7 @@
 """Cancellation of an await, and withdrawal of a receive. An operation happens completely, or not at all.
 
-The checks fix the order in which the ranks act. A rank that must act second waits for a note of the first rank.
+The checks fix the order in which the ranks act. A rank that must act second waits until the first rank has posted a
+note.
 """
 
 from __future__ import annotations
@@ -402,7 +403,7 @@ async def test_random_cancellation_on_all_ranks_loses_no_data(comm: Communicator
 
 
 async def cancel_later(scope: anyio.CancelScope, turns: int) -> None:
-    """Cancel a scope after some turns of the loop."""
+    """Cancel a scope after some iterations of the event loop."""
     for _ in range(turns):
         await anyio.lowlevel.checkpoint()
     scope.cancel()

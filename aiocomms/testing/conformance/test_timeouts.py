@@ -95,7 +95,10 @@ async def test_recv_object_past_its_deadline_fails_alone(comm: Communicator, cas
 @pytest.mark.clock
 @ranks(2, 3, more=(7,))
 async def test_late_collective_aborts_the_communicator_on_all_ranks(comm: Communicator, case: Case) -> None:
-    """Every waiting rank gets a timeout that names the late ranks. Later operations fail with the first reason."""
+    """Every waiting rank gets a timeout that names the late ranks.
+
+    Later operations fail with the reason of the first abort.
+    """
     if comm.rank == 0:
         await case.told("waiting")
         error = await expect_timeout(comm.timeout, lambda: comm.all_reduce(ones(comm), timeout=SHORT))
