@@ -34,7 +34,10 @@ class StoreRegisters:
         self._store: Store | None = store
 
     async def load(self, register: int) -> int:
-        """See :class:`aiocomms.live.registers.Registers`. This sets a missing key to 0."""
+        """See :class:`aiocomms.live.registers.Registers`.
+
+        If the store does not have the register's key, the call sets the key to 0.
+        """
         return await self._ask(lambda store: int(store.add(f"r{register}", 0)))
 
     async def swap(self, register: int, expected: int, desired: int) -> int:

@@ -103,7 +103,7 @@ class _Queue:
 
     @property
     def idle(self) -> bool:
-        """True if no call waits for a message or is taking one."""
+        """True if no call waits for a message or is taking a message."""
         return not self.calls and not self.taking
 
     def add(self, call: _AnyCall, *, first: bool = False) -> None:

@@ -107,7 +107,7 @@ def broadcast(g: Context, op: ops.Broadcast) -> Steps:
 
 
 def broadcast_tree(g: Context, tensor: Tensor, root: int) -> Steps:
-    """Broadcast down a binomial tree: in each round every rank with the data sends it to a rank without it."""
+    """Broadcast down a binomial tree. In each round, every rank that has the data sends the data to one more rank."""
     me = (g.rank - root) % g.size
     mask = 1
     while mask < g.size and not me & mask:

@@ -150,7 +150,7 @@ class TwoSided(Transport):
     # ------------------------------------------------------------------------------------ this rank's own requests
 
     def _ask(self, op: Any) -> Steps:
-        """Send a request and its data, and wait for the reply if there is one."""
+        """Send a request and its data. If the request has a reply, wait for the reply."""
         window: _Window = op.window.handle
         if isinstance(op, ops.Flush) and op.dst is None:
             for dst in range(self._comm.size):

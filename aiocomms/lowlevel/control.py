@@ -28,7 +28,7 @@ class ControlCodec(Generic[_T]):
     def __init__(self, kind: Any, what: str, *, dialect: Dialect | None = None, limit: int = LIMIT) -> None:
         """Describe the format.
 
-        :param kind: the type of the format's messages. It may be a union of types.
+        :param kind: the type of the format's messages, which may be a union of types.
         :param what: the name of a message of this format. The texts of errors begin with this name.
         :param dialect: the format and version in the head of each message. None: the messages have no head, because the
             ranks have already compared versions.

@@ -32,7 +32,7 @@ class Unshared:
     def __init__(self, *addresses: Address) -> None:
         """Register the addresses.
 
-        They stay registered until :meth:`release`, or until no reference to this object is left.
+        The addresses stay registered until a call of :meth:`release`, or until no reference to this object is left.
         """
         self._records: list[bytes] = []
         self._owner: Callable[[], object] = lambda: None

@@ -39,7 +39,7 @@ _ACCEPTED: Final = b"\x01"
 Dialogue = Generator[int, bytes, int]
 """A generator that yields the number of bytes that the generator must receive next.
 
-Its return value is the peer's rank.
+The return value of the generator is the peer's rank.
 """
 
 

@@ -107,7 +107,7 @@ class JobStore(Store):
     # ------------------------------------------------------------------------------------ the methods of torch's stores
 
     def set(self, key: str, value: str | bytes) -> None:
-        """See ``torch.distributed.Store.set``. Here the value may also be bytes."""
+        """See ``torch.distributed.Store.set``. In this class, the value may also be bytes."""
         self._ask("set", key, _raw(value))
 
     def get(self, key: str) -> bytes:
@@ -126,7 +126,7 @@ class JobStore(Store):
         return values  # type: ignore[return-value]  # No value is None.
 
     def append(self, key: str, value: str | bytes) -> None:
-        """See ``torch.distributed.Store.append``. Here the value may also be bytes."""
+        """See ``torch.distributed.Store.append``. In this class, the value may also be bytes."""
         self._ask("append", key, _raw(value))
 
     def add(self, key: str, amount: int) -> int:

@@ -17,7 +17,7 @@ CALLER: Final = 0
 
 
 class EndpointLine(Protocol):
-    """A connection to another endpoint, for one message at a time. Its methods block.
+    """A connection to another endpoint, for one message at a time. The connection's methods block.
 
     A line that :meth:`LineCall.run` returns has the deadline of its call. For a line that a :class:`Reception` has
     accepted, first call :meth:`extend`, because this method sets the deadline.
@@ -90,7 +90,7 @@ class ReceptionDriver(Protocol):
 
 
 class Reception(Protocol):
-    """The listener of one endpoint. It accepts the calls of other endpoints."""
+    """The listener of one endpoint, which accepts the calls of other endpoints."""
 
     host: str
     """The address of this host at which the endpoint listens."""
@@ -115,9 +115,9 @@ class Wires(Protocol):
         """Find the address at which an endpoint listens. This call blocks, because the lookup of a name may take time.
 
         :param host: a name or an address of this host.
-        :returns: a function that listens at this address, on a free port, and does not block. This function raises an
-            ArgumentError if ``host`` is not one address of this host, or if other hosts could reach the address and the
-            job has no token. If listening fails, this function raises a CommError.
+        :returns: a function that listens at this address, on a free port, and does not block. The returned function
+            raises an ArgumentError if ``host`` is not one address of this host, or if other hosts could reach the
+            address and the job has no token. If listening fails, the returned function raises a CommError.
         :raises ArgumentError: ``host`` does not resolve to an address.
         """
 

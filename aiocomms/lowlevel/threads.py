@@ -29,8 +29,8 @@ async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
     """Run a blocking call in a separate daemon thread.
 
     If the await is cancelled, the thread continues, and the result or error of the call is dropped. Some calls return
-    long after their timeout, for example a call to a store whose server has stopped. The event loop does not wait for
-    such a call, and the exit of the interpreter waits for at most 1 s.
+    long after their timeout, for example a call to a store whose server has stopped. The event loop does not wait for a
+    call whose await was cancelled. The exit of the interpreter waits for the call for at most 1 s.
 
     :param call: a function without arguments. The result and the errors of ``call`` are also those of
         :func:`run_in_thread`.

@@ -44,8 +44,8 @@ Here = tuple[int, tuple[str, int]]
 class ClosableSocket:
     """A socket that any thread may close. The descriptor is closed when no thread waits for it any more.
 
-    The kernel gives the number of a closed descriptor to the next socket. If the descriptor were closed earlier, a
-    waiting thread would then wait for the wrong socket.
+    The kernel gives the number of a closed descriptor to the next socket. If this class closed the descriptor earlier,
+    a waiting thread would wait for the wrong socket.
     """
 
     def __init__(self, connection: socket.socket) -> None:

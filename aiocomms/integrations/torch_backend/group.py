@@ -200,7 +200,7 @@ class Group(Handle, dist.ProcessGroup):
 
         :param ranks: the members of the new group, as ranks of this group.
         :param opts: must be None, because the new group uses the transport of this group.
-        :returns: the new group, or None on a rank outside it.
+        :returns: the new group, or None on a rank that is not a member of the new group.
         """
         if opts is not None:
             raise ArgumentError(f"pg_options of a split is {opts!r}, wanted None: it has the transport of its parent")

@@ -126,7 +126,7 @@ class Rank:
         self._scope.cancel()
 
     async def close(self) -> None:
-        """Close all communicators. They may be in any state."""
+        """Close all communicators. The rank's communicators may be in any state."""
         comms = self._comms()
         self.comm = self._case = None
         for comm in comms:

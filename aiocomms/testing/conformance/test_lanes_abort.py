@@ -1,4 +1,7 @@
-"""Lanes that one rank aborts. Such a lane is aborted on all ranks. The communicator and its other lanes stay usable."""
+"""Lanes that one rank aborts. The abort of a lane by one rank aborts the lane on all ranks.
+
+The communicator and its other lanes stay usable.
+"""
 
 from __future__ import annotations
 

@@ -320,7 +320,7 @@ async def test_op_without_a_deadline_fails_when_the_communicator_aborts(comm: Co
 @pytest.mark.loops
 @ranks(2)
 async def test_abandoned_await_leaves_the_collective_pending(comm: Communicator, case: Case) -> None:
-    """A collective continues if a task stops awaiting it."""
+    """A collective continues when an await of the collective is cancelled."""
     slot = case.full(case.numbers(torch.int32, SHAPE, comm.rank))
     if comm.rank == 0:
         work = comm.all_reduce(slot.tensor)
