@@ -55,7 +55,7 @@ nitpick_ignore_regex = [
     (
         r"py:.*",
         r"(_thread|anyio|asyncio|collections|concurrent|contextlib|datetime|msgspec|opentelemetry|os|pathlib"
-        r"|prometheus_client|socket|time|torch|types|typing)\..*",
+        r"|prometheus_client|socket|threading|time|torch|types|typing)\..*",
     ),
     (r"py:class", r"(.*\.)?(_?T(_co)?|_P|_R|Given)"),
 ]

@@ -3,8 +3,8 @@
 >>> with aiocomms.blocking.new_comm("auto") as comm:
 ...     t = comm.all_reduce(t).wait()
 
-If a method of :mod:`aiocomms` returns a :class:`~aiocomms.Work`, the method here returns a :class:`BlockingWork`. If a
-method of :mod:`aiocomms` is a coroutine function, the method here blocks.
+If a method of ``aiocomms`` returns a :class:`~aiocomms.Work`, the method here returns a :class:`BlockingWork`. If a
+method of ``aiocomms`` is a coroutine function, the method here blocks.
 """
 
 from __future__ import annotations

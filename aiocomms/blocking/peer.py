@@ -43,8 +43,8 @@ class BlockingPeer(Handle):
     def __init__(self, door: Door, peer: Peer) -> None:
         """Make the blocking form of a peer. Only the loop's thread calls this method.
 
-        :param door: the endpoint's :class:`Door`, a queue of calls to the loop's thread. :meth:`close` uses the
-            endpoint's queue, because the connection's own queue closes with the connection.
+        :param door: the endpoint's queue of calls to the loop's thread. :meth:`close` uses this queue, because the
+            connection's own queue closes with the connection.
         """
         self.name, self.address, self.transports = peer.name, peer.address, peer.transports
         self._peer, self._other, self._door = peer, peer._other, door
