@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <optional>
 #include <span>
 #include <string>
@@ -43,6 +44,9 @@ struct Given {
   }
   std::size_t bytes() const { return bytes(views.size()); }
 };
+
+// New tensors of a result, and their views.
+using Outputs = std::vector<std::pair<nanobind::object, View>>;
 
 // The header of an earlier call, by its collective, operator, dtype and shapes.
 struct KnownCall {
@@ -76,19 +80,23 @@ class Calls {
   }
 
   // Returns None if nothing was done. Returns the round's word if this rank has only arrived. Otherwise it returns the
-  // result.
+  // result. The new tensors are made first, because that runs Python code, which may raise.
   nanobind::object call(std::uint64_t number, nanobind::handle kind, nanobind::handle given, nanobind::handle op) {
     const auto which = collective(kind);
     const std::optional<Given> all = which ? views_of(*which, given) : std::nullopt;
     const std::shared_ptr<const KnownCall> known = all ? find(*which, op, all->views) : nullptr;
-    if (known == nullptr) return nanobind::none();
+    const std::optional<Outputs> outputs = known ? outputs_of(*which, *all) : std::nullopt;
+    if (!outputs) return nanobind::none();
     std::vector<Rounds::Bytes> parts;
     for (const View& view : all->views) parts.push_back({static_cast<const std::byte*>(view.data), view.bytes()});
     const std::uint64_t word = arrive(number, known->header, parts);
     if (word == 0) return nanobind::none();
-    if ((word & rounds_.lane().decided()) && !rounds_.awaited(number)) {
-      const nanobind::object value = value_of(word, *known, *all);
-      if (value) return result(word, value);
+    try {
+      if ((word & rounds_.lane().decided()) && !rounds_.awaited(number) && fill(word, *known, *all, *outputs)) {
+        return result(word, value_of(word, *known, *all, *outputs));
+      }
+    } catch (const nanobind::python_error&) {  // There is no memory for the result. Python code tries again.
+    } catch (const std::bad_alloc&) {
     }
     return nanobind::int_(word);
   }
@@ -173,23 +181,52 @@ class Calls {
     return found == known_.end() ? nullptr : *found;
   }
 
-  // Null: some rank has called something else, a later round uses the areas, or there is no memory.
-  nanobind::object value_of(std::uint64_t word, const KnownCall& known, const Given& all) {
-    switch (known.kind) {
+  // New tensors for the result. Nothing: one of them is not certainly plain.
+  std::optional<Outputs> outputs_of(Collective kind, const Given& all) const {
+    const std::size_t rank = rounds_.lane().rank, size = rounds_.lane().size;
+    switch (kind) {
       case Collective::kAllReduce:
-        return reduce(word, known, all) ? nanobind::borrow(all.tensors[0]) : nanobind::object();
       case Collective::kBarrier:
-        return rounds_.same(word, known.header, 0) ? nanobind::none() : nanobind::object();
+        return Outputs{};
       case Collective::kBroadcast:
-        return copied(word, known, all, 0, Wanted::kFirst);
-      case Collective::kAllGather:
-        return copied(word, known, all, 0, Wanted::kEach);
-      case Collective::kAllToAll:
-        return copied(word, known, all, rounds_.lane().rank, Wanted::kEach);
+        return outputs(all.tensors[0], 1);
       case Collective::kReduceScatter:
-        return scattered(word, known, all);
+        return outputs(all.tensors[rank], 1);
+      case Collective::kAllGather:
+        return outputs(all.tensors[0], size);
+      case Collective::kAllToAll:
+        return outputs(all.tensors[rank], size);
     }
     return {};
+  }
+
+  std::optional<Outputs> outputs(const nanobind::object& like, std::size_t count) const {
+    Outputs made;
+    while (made.size() < count) {
+      nanobind::object tensor = like_(like);
+      const std::optional<View> view = plain_view(tensor, false);
+      if (!view) return {};
+      made.emplace_back(std::move(tensor), *view);
+    }
+    return made;
+  }
+
+  // Writes the result of a decided round. False: some rank has called something else, or a later round uses the areas.
+  bool fill(std::uint64_t word, const KnownCall& known, const Given& all, const Outputs& outputs) {
+    switch (known.kind) {
+      case Collective::kAllReduce:
+        return reduce(word, known, all);
+      case Collective::kBarrier:
+        return rounds_.same(word, known.header, 0);
+      case Collective::kReduceScatter:
+        return scatter(word, known, all, outputs[0].second);
+      case Collective::kBroadcast:
+      case Collective::kAllGather:
+        return copy(word, known, all, 0, outputs);
+      case Collective::kAllToAll:
+        return copy(word, known, all, rounds_.lane().rank, outputs);
+    }
+    return false;
   }
 
   bool reduce(std::uint64_t word, const KnownCall& known, const Given& all) {
@@ -199,53 +236,36 @@ class Calls {
     return rounds_.reduce(word, known.header, known.how, {static_cast<std::byte*>(data.data), data.bytes()});
   }
 
-  // A new tensor like one of the call. Null: there is no memory.
-  std::optional<std::pair<nanobind::object, View>> made(const Given& all, std::size_t like) const {
-    PyObject* given[] = {all.tensors[like].ptr()};
-    nanobind::object tensor = nanobind::steal(PyObject_Vectorcall(like_.ptr(), given, 1, nullptr));
-    if (!tensor) PyErr_Clear();
-    const std::optional<View> view = tensor ? plain_view(tensor, false) : std::nullopt;
-    if (!view) return {};
-    return std::pair{std::move(tensor), *view};
-  }
-
-  enum class Wanted { kFirst, kEach };
-
-  // Copies of the tensors `part` of the contributions: that of the lowest rank, or a dict from each rank to its own.
-  nanobind::object copied(std::uint64_t word, const KnownCall& known, const Given& all, std::size_t part,
-                          Wanted wanted) {
+  // Copies the tensors `part` of the contributions into the outputs, by rank. With one output: that of the lowest rank.
+  bool copy(std::uint64_t word, const KnownCall& known, const Given& all, std::size_t part, const Outputs& outputs) {
     const std::size_t from = all.bytes(part), count = all.views[part].bytes();
     std::vector<Rounds::Part> parts;
-    nanobind::dict each;
-    nanobind::object first;
     for (std::size_t rank = 0; rank < rounds_.lane().size; ++rank) {
-      if (!(word >> rank & 1) || (first && wanted == Wanted::kFirst)) continue;
-      const auto out = made(all, part);
-      if (!out) return {};
-      if (!first) first = out->first;
-      if (wanted == Wanted::kEach) each[nanobind::int_(rank)] = out->first;
-      parts.push_back({rank, static_cast<std::byte*>(out->second.data), from, count});
+      if (!(word >> rank & 1)) continue;
+      const View& to = outputs[outputs.size() == 1 ? 0 : rank].second;
+      parts.push_back({rank, static_cast<std::byte*>(to.data), from, count});
+      if (outputs.size() == 1) break;
     }
-    bool done = false;
-    {
-      const auto free = unlocked(count * parts.size());
-      done = rounds_.copy(word, known.header, all.bytes(), parts);
-    }
-    if (!done) return {};
-    return wanted == Wanted::kEach ? nanobind::object(std::move(each)) : first;
+    const auto free = unlocked(count * parts.size());
+    return rounds_.copy(word, known.header, all.bytes(), parts);
   }
 
-  nanobind::object scattered(std::uint64_t word, const KnownCall& known, const Given& all) {
-    const std::size_t mine = rounds_.lane().rank;
-    const auto out = made(all, mine);
-    if (!out) return {};
-    const std::span<std::byte> data{static_cast<std::byte*>(out->second.data), out->second.bytes()};
-    bool done = false;
-    {
-      const auto free = unlocked(data.size());
-      done = rounds_.reduce_part(word, known.header, known.how, all.bytes(), all.bytes(mine), data);
+  bool scatter(std::uint64_t word, const KnownCall& known, const Given& all, const View& to) {
+    const std::span<std::byte> data{static_cast<std::byte*>(to.data), to.bytes()};
+    const auto free = unlocked(data.size());
+    return rounds_.reduce_part(word, known.header, known.how, all.bytes(), all.bytes(rounds_.lane().rank), data);
+  }
+
+  nanobind::object value_of(std::uint64_t word, const KnownCall& known, const Given& all,
+                            const Outputs& outputs) const {
+    if (known.kind == Collective::kAllReduce) return all.tensors[0];
+    if (known.kind == Collective::kBarrier) return nanobind::none();
+    if (known.kind == Collective::kBroadcast || known.kind == Collective::kReduceScatter) return outputs[0].first;
+    nanobind::dict each;
+    for (std::size_t rank = 0; rank < outputs.size(); ++rank) {
+      if (word >> rank & 1) each[nanobind::int_(rank)] = outputs[rank].first;
     }
-    return done ? out->first : nanobind::object();
+    return each;
   }
 
   nanobind::object result(std::uint64_t word, const nanobind::object& value) {
