@@ -252,7 +252,10 @@ class Posting:
         return self.by_family["p2p"].caller_stream() if "p2p" in self.by_family else None
 
     def withdraw(self, work: Completion) -> bool:
-        """Withdraw an unmatched receive or wait from its transport; return whether that was possible."""
+        """Withdraw an unmatched receive, or a pending ``wait_signal``, from its transport.
+
+        :returns: True if the work was withdrawn.
+        """
         return self.router.withdraw(work)
 
     def withdraw_all(self, of: str, which: Callable[[ops.Op], bool]) -> None:

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PATIENCE, LONGER = 0.2, 0.3
-"""Two times in seconds after the loss of the communicator.
+"""The lengths of two waits in seconds, both from the loss of the communicator on.
 
-Until the first time, the reporting rank reads the other ranks' records. Until the second time, the works wait for the
-verdict. A work must fail within 0.5 s after its deadline. The remaining 0.2 s are a reserve for a busy machine.
+For ``PATIENCE`` seconds the reporting rank reads the other ranks' records. For ``LONGER`` seconds the works wait for
+the verdict. A work must fail within 0.5 s after its deadline. The remaining 0.2 s are a reserve for a busy machine.
 """
 WRITING = 1.0
 """The largest number of seconds for which works wait for the flight recorder's file.

@@ -52,8 +52,8 @@ def to_host(tensor: Tensor) -> Tensor:
     """Return ``tensor`` itself if it is on the CPU, or else a copy of ``tensor`` on the CPU.
 
     The tensor must come from :func:`to_device`, or must have been written by an op that has ended. No kernel may write
-    the tensor. Copies that ops within the process have started may still run. So this call waits for these copies, and
-    for the kernels that precede the copies.
+    the tensor. Ops between ranks of one process start copies on the GPU, and end before these copies. So this call
+    waits for the copies, and for the kernels that precede the copies.
     """
     if not tensor.is_cuda:
         return tensor.cpu()

@@ -170,4 +170,4 @@ def _sources(sources: Any, group: CheckedComm) -> None:
     if len(set(sources)) != len(sources):
         raise ArgumentError(f"src is {list(sources)}, wanted each rank once")
     if not sources:
-        raise ArgumentError("src is [], wanted at least one rank to receive from; None means any other rank")
+        raise ArgumentError("src is [], wanted at least one rank to receive from; None means any rank")

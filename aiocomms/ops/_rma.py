@@ -23,7 +23,7 @@ class WindowInfo(msgspec.Struct, eq=False, weakref=True):
     """The state of one window, shared by :class:`aiocomms.Window`, the records of operations and the transports."""
 
     handle: Any
-    """The transport's handle of the window, which is the result of the op ``WindowOpen``."""
+    """The result of the op ``WindowOpen``: an object by which the transport identifies the window."""
     tensor: Tensor
     """This rank's part of the window."""
     sizes: list[int]

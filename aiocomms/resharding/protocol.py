@@ -64,7 +64,7 @@ class Notify(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """The action of a target rank to prepare a buffer, and to send :class:`Cleared` to target rank 0."""
+    """An action: a target rank prepares a buffer, and then sends :class:`Cleared` to target rank 0."""
 
     move: int
     buffer: int

@@ -27,7 +27,8 @@ from aiocomms.progress.inflight import StartedWork
 PERIOD: Final = 0.25
 """The time, in seconds, between two checks of the loop.
 
-The watch ends an op if two consecutive checks find that nothing else can happen.
+The watch ends an op if two consecutive checks find that no callback, timer, descriptor or thread can act before the
+op's deadline.
 """
 
 _SIMULATED: Final = "aiocomms.testing.simulation.threads"

@@ -22,7 +22,7 @@ LARGE = 40_000
 
 
 async def goes_on(comm: Communicator, case: Case) -> None:
-    """Check on all ranks that the communicator and its other lanes still work."""
+    """Check on all ranks that operations outside the aborted lane still work."""
     await reduced(comm.lane("another"), 3)
     await reduced(comm, 4)
     assert not comm.aborted

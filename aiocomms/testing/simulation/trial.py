@@ -104,7 +104,7 @@ class SimulatedTrial:
     def run(self, seed: int, plan: list[SimulatedFault], text: str, trace: Path | None = None) -> History:
         """Run one history.
 
-        :param text: the text of the seed and the kept faults.
+        :param text: the history's seed and the numbers of its faults, as :attr:`History.seed` has them.
         :param trace: the folder for the trace files if the history fails.
         :raises Exception: the error that a rank has raised, with notes.
         """
