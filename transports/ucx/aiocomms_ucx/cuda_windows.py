@@ -229,7 +229,7 @@ class CudaWindows(Windows):
         return super().held() + self.copies.tensors()
 
     def _mapped(self, op: ops.Put | ops.Get) -> Tensor | None:
-        """Return the part of the window's memory that an op reads or writes; None if the GPU cannot copy from or to it."""
+        """Return the part of the window's memory that an op uses; None if the GPU cannot copy from or to this memory."""
         handle: WindowHandle = op.window.handle
         return handle.mapped.get(_target(op)) if op.tensor.numel() else None
 
