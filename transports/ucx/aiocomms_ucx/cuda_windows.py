@@ -229,7 +229,7 @@ class CudaWindows(Windows):
         return super().held() + self.copies.tensors()
 
     def _mapped(self, op: ops.Put | ops.Get) -> Tensor | None:
-        """Return the part of the window's memory that an op uses; None if the GPU cannot copy from or to this memory."""
+        """Return the part of the window's memory that an op uses; None if the GPU cannot copy to or from it."""
         handle: WindowHandle = op.window.handle
         return handle.mapped.get(_target(op)) if op.tensor.numel() else None
 
