@@ -74,10 +74,10 @@ class Meeting:
         return self._ends - clock.now()
 
     def dead(self, rank: int) -> bool:
-        """Return whether a rank is known to be dead."""
-        reason = self._before.reason
+        """Return whether a rank is known to be dead, or has closed the communicator."""
+        reason, closed = self._before.reason, rank in self._before.notes.leaving
         named = isinstance(reason, PeerDiedError) and reason.peer == rank
-        return rank != self._old.rank and (named or (self.line is not None and self.line.gone(rank)))
+        return rank != self._old.rank and (named or closed or (self.line is not None and self.line.gone(rank)))
 
     async def place(self) -> _Place:
         """Return a pair: the root store that all survivors reach, and None or that root store again.

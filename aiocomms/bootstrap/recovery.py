@@ -234,15 +234,16 @@ class Recovery:
         return PeerDiedError(f"rank {gone[0]} has died or was cut off", peer=gone[0]) if gone else None
 
     def _will_not_come(self, rank: int, *, lesser: bool) -> bool:
-        """Return whether an absent rank is dead for certain.
+        """Return whether an absent rank is dead for certain, or a newcomer claims it.
 
         :param lesser: whether fewer than half of the ranks are present. The absent ranks may be alive, but cut off from
             the store. In that case, the absent ranks continue with a new store. So the smaller part of the ranks waits
             for the absent ranks at the old store.
         """
+        if self._claims is not None and self._claims.newest(rank):
+            return True
         line = self._meeting.line
-        far = lesser and line is not None and line.far(rank)
-        return self._dead(rank) and (not far or (self._claims is not None and bool(self._claims.newest(rank))))
+        return self._dead(rank) and not (lesser and line is not None and line.far(rank))
 
     def _dead(self, rank: int) -> bool:
         """Return whether this rank knows that a rank is gone.

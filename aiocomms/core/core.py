@@ -361,11 +361,14 @@ class Core(Posting):
         """
         if self.in_flight:
             self.notes.on_leaving = lambda: self.driver.call_threadsafe(self._end_lost_sends)
-            for rank in range(self.size):
-                if rank != self.rank:
-                    self.notes.say(rank, Parting())
+            self._say_parting()
             self._end_lost_sends()
             await self.in_flight.drained()
+
+    def _say_parting(self) -> None:
+        for rank in range(self.size):
+            if rank != self.rank:
+                self.notes.say(rank, Parting())
 
     def _end_lost_sends(self) -> None:
         """End the sends to ranks that receive no more messages."""
@@ -379,6 +382,8 @@ class Core(Posting):
         if self._postmortem is not None:
             self._postmortem.close()
         self._end_works()
+        if self.lost or self.in_flight:
+            self._say_parting()  # A transport that has given up may not tell the peers that this rank closes.
         if self.in_flight:
             error = CommAbortedError(f"closed by rank {self.rank}, which had unfinished ops", peer=self.rank)
             for transport in self.transports:

@@ -9,6 +9,7 @@ import gc
 import pytest
 import torch
 from aiocomms_net import NetTransport
+from aiocomms_net.transport import _SideChannel
 
 import aiocomms
 from aiocomms.core.core import CLOSE_GRACE
@@ -221,9 +222,15 @@ def test_reconfigure_without_a_newcomer_names_the_rank_that_closed(uses: bool, w
     assert all(f"no process joined as the free ranks [1] ({why})" in results[rank] for rank in (0, 2)), results
 
 
-def test_newcomers_that_come_before_the_survivors_meet_are_admitted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The transport has no connections here, so only its claim tells that the second rank has died."""
-    monkeypatch.setattr(NetTransport, "side_channel", lambda self: None)
+@pytest.mark.parametrize("connected", [True, False], ids=["connections", "no connections"])
+def test_newcomers_that_come_before_the_survivors_meet_are_admitted_at_once(
+    connected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only its claim tells that the second rank has died: the transport has no connections, or they never end."""
+    if connected:
+        monkeypatch.setattr(_SideChannel, "gone", lambda self, rank: False)
+    else:
+        monkeypatch.setattr(NetTransport, "side_channel", lambda self: None)
 
     async def program() -> float:
         comm = await aiocomms.new_comm(timeout=20, join=here().restarts > 0)
@@ -237,6 +244,27 @@ def test_newcomers_that_come_before_the_survivors_meet_are_admitted_at_once(monk
             began = clock.now()
             comm = await comm.reconfigure(size=3, timeout=20)
         await comm.barrier()
+        await comm.aclose()
+        return clock.now() - began
+
+    assert max(simulate(program, 3).results) < 1
+
+
+def test_ranks_do_not_wait_for_a_rank_that_has_closed_the_lost_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transport may not tell that a rank closes a lost communicator."""
+    monkeypatch.setattr(_SideChannel, "gone", lambda self, rank: False)
+
+    async def program() -> float:
+        comm = await aiocomms.new_comm()
+        if comm.rank == 1:
+            comm.abort("a bug")
+            await comm.aclose()
+            return 0.0
+        with pytest.raises(CommAbortedError):
+            await comm.barrier()
+        await asyncio.sleep(1)
+        began = clock.now()
+        comm = await comm.reconfigure(timeout=20)
         await comm.aclose()
         return clock.now() - began
 
