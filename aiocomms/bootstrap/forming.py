@@ -29,6 +29,7 @@ from aiocomms.lowlevel.control import ControlCodec
 from aiocomms.lowlevel.failures import Reason
 from aiocomms.lowlevel.shielding import shielded
 from aiocomms.lowlevel.threads import run_in_thread
+from aiocomms.progress.driver import LoopDriver
 from aiocomms.transport import Transport
 
 _PAUSE: Final = 0.1
@@ -199,7 +200,9 @@ async def kept(rendezvous: StoreRendezvous, transports: Transports) -> bool:
 
 
 async def _carried_out(rendezvous: StoreRendezvous, transports: Transports) -> bool:
-    stop = clock.event()
+    stop, driver, served = clock.event(), LoopDriver.current(), dict.fromkeys(transports.values())
+    for transport in served:  # Some transports find out only in progress() that a rank has died.
+        driver.attach(transport)
     try:
         with anyio.move_on_after(max(0.0, rendezvous.left()) + PROBE):
             return await run_in_thread(partial(_wait_for_end, rendezvous, transports, stop))
@@ -211,6 +214,8 @@ async def _carried_out(rendezvous: StoreRendezvous, transports: Transports) -> b
         return True  # The others keep their connections, so they have formed the communicator.
     finally:
         stop.set()
+        for transport in served:
+            driver.detach(transport)
 
 
 def _wait_for_end(rendezvous: StoreRendezvous, transports: Transports, stop: clock.ThreadEvent) -> bool:

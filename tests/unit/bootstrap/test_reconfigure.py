@@ -16,12 +16,17 @@ from torch.distributed import DistNetworkError, HashStore, Store
 import aiocomms
 from aiocomms.bootstrap import newcomers, recovery
 from aiocomms.bootstrap.board import Board
+from aiocomms.bootstrap.forming import given_up, kept
 from aiocomms.bootstrap.meeting import Meeting
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
-from aiocomms.errors import CommError, CommTimeoutError, MismatchError
+from aiocomms.errors import CommError, CommTimeoutError, MismatchError, PeerDiedError
+from aiocomms.lowlevel.auth import Seal
 from aiocomms.lowlevel.jobstore import JobStore
 from aiocomms.lowlevel.stores import serve_store
+from aiocomms.lowlevel.waker import Waker
+from aiocomms.progress.driver import LoopDriver
 from aiocomms.testing import local_world
+from aiocomms.transport import Capabilities
 
 pytestmark = pytest.mark.real
 
@@ -167,6 +172,44 @@ def test_ranks_that_wait_are_told_of_a_mismatch(odd: int):
             assert f"rank {odd} could not form the communicator: {mismatch.message}" in str(error)
 
     run_on("simulated", main)
+
+
+class Dying:
+    """A transport that finds out in ``progress`` that the other rank has died."""
+
+    capabilities = Capabilities(ops=frozenset())
+    early_failure: CommError | None = None
+
+    def __init__(self) -> None:
+        self._waker = Waker()
+        self._waker.wake()
+        self.fileno = self._waker.fileno
+
+    def progress(self) -> bool:
+        self._waker.clear()
+        self.early_failure = PeerDiedError("rank 1 has died", peer=1)
+        return False
+
+    async def aclose(self) -> None:
+        self._waker.close()
+
+
+@pytest.mark.deterministic
+def test_rank_that_has_formed_its_part_does_not_wait_for_a_dead_rank():
+    """The driver serves a transport once, although it carries two families."""
+
+    async def main() -> None:
+        transport: Any = Dying()
+        rendezvous = StoreRendezvous(
+            HashStore(), 0, 2, name="world@2", device=torch.device("cpu"), timeout=HANGS, seal=Seal(None, "world")
+        )
+        assert not await kept(rendezvous, {"p2p": transport, "rma": transport})
+        failure = given_up(rendezvous)
+        assert failure is not None
+        assert "ranks [1] could not" in failure.message
+        assert not LoopDriver.current()._watched
+
+    run_on("asyncio", main)
 
 
 def test_unreachable_address_of_an_earlier_meeting_is_dropped():
