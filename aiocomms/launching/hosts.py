@@ -2,7 +2,8 @@
 
 The supervisors exchange messages through a store. The first host serves this store at the rendezvous address, and only
 processes with the job's token can use the store. In the store, each host has a queue of messages. Every host polls its
-queue, so each host notices within 30 s that the first host does not answer.
+queue, so each host notices within 30 s that the first host does not answer. Every other host counts up a number in the
+store, so the first host notices that another host has failed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _COMES: Final = 600.0
 _LEAVES: Final = 10.0
 """The longest time, in seconds, that the first host waits for the other hosts to confirm the end of the job."""
 _ANSWERS: Final = timedelta(seconds=30)
-"""The time limit for an answer of the first host. After the limit, the first host counts as failed."""
+"""The time limit for an answer of the first host, or for a beat of another host. Then the host counts as failed."""
+BEAT: Final = 5.0
+"""The seconds between two beats of a host. With a beat, a host other than the first shows that it has not failed."""
 _PAUSE: Final = 0.05
 """The seconds between two polls for a message."""
 
@@ -45,7 +48,9 @@ class HostQueue:
     """
 
     def __init__(self, at: At, host: int, size: int) -> None:
-        self._host, self._next, self._closed = host, 1, False
+        self._host, self._size, self._next, self._closed = host, size, 1, False
+        self._beats: dict[int, tuple[bytes, float]] = {}
+        """The number of each host's beats, and the time at which this host has first read that number."""
         if host == 0:
             self._store: Store = _serve(at)
         else:
@@ -78,6 +83,27 @@ class HostQueue:
         message: list[Any] = json.loads(self._store.get(key))
         self._store.delete_key(key)
         return message
+
+    @store_errors("the first host's supervisor has ended or was cut off")
+    def beat(self) -> None:
+        """Show the first host that this host has not failed.
+
+        :raises StoreLostError: the first host has ended.
+        """
+        self._store.add(f"host {self._host}", 1)
+
+    def absent(self) -> list[int]:
+        """Return the hosts that have not joined yet."""
+        return [host for host in range(1, self._size) if not self._store.check([f"host {host}"])]
+
+    def silent(self) -> list[int]:
+        """Return the hosts that have joined, and whose beats have stopped."""
+        now, absent = clock.now(), self.absent()
+        for host in range(1, self._size):
+            beats = b"" if host in absent else self._store.get(f"host {host}")
+            if beats != self._beats.get(host, (b"", now))[0]:
+                self._beats[host] = beats, now
+        return [host for host, (_, since) in self._beats.items() if now - since >= _ANSWERS.total_seconds()]
 
     def close(self) -> None:
         """End a pending :meth:`receive`. The thread that runs ``receive`` would keep the store alive."""
@@ -128,10 +154,28 @@ class OtherHosts:
                 case event:
                     self._tell(tuple(event))
 
+    async def watch(self) -> None:
+        """Report the hosts that have failed, and once the hosts that have not joined. This call does not end."""
+        began: float | None = anyio.current_time()
+        while True:
+            await anyio.sleep(BEAT)
+            for host in await run_in_thread(self._queue.silent):
+                self._tell(("failed", host))
+            if began is not None and anyio.current_time() >= began + _ANSWERS.total_seconds():
+                began = None
+                for host in await self.absent():
+                    self._tell(("absent", host))
+
+    async def absent(self) -> list[int]:
+        """Return the hosts that have not joined yet."""
+        return await run_in_thread(self._queue.absent)
+
     async def end(self, code: int) -> None:
-        """Tell the other hosts that the job is over, and wait for their confirmations."""
+        """Tell the other hosts that the job is over, and wait for the confirmations of the hosts that answer."""
         for host in sorted(self._left):
             await self._send(host, ["over", code])
+        self._left -= {*await self.absent(), *await run_in_thread(self._queue.silent)}
         with anyio.move_on_after(_LEAVES):
-            await self._all_left.wait()
+            if self._left:
+                await self._all_left.wait()
         await self._send(0, ["end"])

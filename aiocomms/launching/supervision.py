@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import signal
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -237,6 +237,14 @@ class Supervision:
             self._after_end(rank, code)
         return self._done()
 
+    def miss(self, numbers: Iterable[int], now: float) -> Sequence[Deed]:
+        """Record that the host of some ranks has failed, or has never joined."""
+        self._now = now
+        for number in numbers:
+            if self.ranks[number].alive or self.ranks[number].due:
+                self._miss(self.ranks[number])
+        return self._done()
+
     def stop(self, why: str, now: float) -> Sequence[Deed]:
         """End all ranks. If the ranks were already told to end, kill the ranks."""
         self._now = now
@@ -292,11 +300,11 @@ class Supervision:
         self._alarm(SILENCE, rank, "silent")
 
     def _miss(self, rank: SupervisedRank) -> None:
-        """Treat a killed rank as ended. The rank's host has not reported the end, so the host counts as failed."""
-        rank.alive, rank.code = False, -signal.SIGKILL
+        """Treat a rank as killed, because its host has failed."""
+        rank.alive, rank.due, rank.code = False, False, -signal.SIGKILL
         if self.stopping is None:
             self._gave_up = rank.code
-            self._stop(f"rank {rank.number} was killed, and its host does not answer: giving up")
+            self._stop(f"the host of rank {rank.number} does not answer: giving up")
 
     def _after_end(self, rank: SupervisedRank, code: int) -> None:
         if self._anew is not None:

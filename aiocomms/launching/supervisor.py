@@ -23,7 +23,7 @@ from aiocomms.bootstrap.supervised import ENDS, REPLACED
 from aiocomms.errors import ArgumentError, CommError, StoreLostError
 from aiocomms.launching.health import serve_health
 from aiocomms.launching.host import Event, HostProcesses
-from aiocomms.launching.hosts import HostQueue, OtherHosts
+from aiocomms.launching.hosts import BEAT, HostQueue, OtherHosts
 from aiocomms.launching.job import At, Job, listen, place
 from aiocomms.launching.output import Printer
 from aiocomms.launching.supervision import Deed, Say, Start, Supervision, Tell
@@ -169,8 +169,10 @@ class Supervisor(HostSupervisor):
         with contextlib.closing(queue):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._others.hear)
+                tasks.start_soon(self._others.watch)
                 code = await self._run()
                 await self._others.end(code)
+                tasks.cancel_scope.cancel()
         return code
 
     async def _run(self) -> int:
@@ -185,7 +187,12 @@ class Supervisor(HostSupervisor):
             await self._do(self._decide(event, anyio.current_time()))
             if supervision.stopping is not None:
                 self._host.refuse_connections()
+                for host in [] if self._others is None else await self._others.absent():
+                    await self._do(supervision.miss(self._ranks_of(host), anyio.current_time()))
         return supervision.code()
+
+    def _ranks_of(self, host: int) -> range:
+        return range(host * self._job.ranks, (host + 1) * self._job.ranks)
 
     def _decide(self, event: Event, now: float) -> Sequence[Deed]:
         match event:
@@ -201,6 +208,10 @@ class Supervisor(HostSupervisor):
                 return self.supervision.stop(why, now)
             case ("replace",):
                 return self.supervision.replace_all(now)
+            case ("failed", host):
+                return self.supervision.miss(self._ranks_of(host), now)
+            case ("absent", host):
+                return [Say(f"host {host} has not joined: does its supervisor run, with the same token?")]
         return self.supervision.tick(now)
 
     async def _do(self, deeds: Sequence[Deed]) -> None:
@@ -274,6 +285,7 @@ class Follower(HostSupervisor):
         with contextlib.closing(queue):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._report, queue)
+                tasks.start_soon(self._beat, queue)
                 code = await self._obey(queue)
                 tasks.cancel_scope.cancel()
             await run_in_thread(lambda: queue.send(0, ["left", mine]))
@@ -294,6 +306,12 @@ class Follower(HostSupervisor):
                     await self._host.signal(rank, number, announcement)
                 case ["over", code]:
                     return int(code)
+
+    async def _beat(self, queue: HostQueue) -> None:
+        with contextlib.suppress(StoreLostError):  # _obey() gets this error, too.
+            while True:
+                await run_in_thread(queue.beat)
+                await anyio.sleep(BEAT)
 
     async def _report(self, queue: HostQueue) -> None:
         """Report this host's events to the first host.

@@ -46,3 +46,22 @@ def test_closed_queue_waits_for_no_message():
     queue.close()
     with pytest.raises(StoreLostError, match="this supervisor has ended"):
         queue.receive()
+
+
+def test_first_host_tells_absent_hosts_from_hosts_that_fail(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(hosts.clock, "now", lambda: now)
+    first, second, third = HostQueue(AT, 0, 4), HostQueue(AT, 1, 4), HostQueue(AT, 2, 4)
+    assert first.absent() == [3]
+    assert first.silent() == []
+    third.beat()
+    now = 15.0
+    second.beat()
+    assert first.silent() == []
+    now = 30.0
+    second.beat()
+    assert first.silent() == []
+    now = 45.0
+    assert first.silent() == [2]
+    third.beat()
+    assert first.silent() == []

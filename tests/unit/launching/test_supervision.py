@@ -54,6 +54,9 @@ class Stage:
     def leave(self, rank: int) -> None:
         self._take(self.supervision.leaves(rank, self.supervision.ranks[rank].incarnation, self.now))
 
+    def miss(self, *ranks: int) -> None:
+        self._take(self.supervision.miss(ranks, self.now))
+
     def stop(self) -> None:
         self._take(self.supervision.stop("SIGTERM", self.now))
 
@@ -207,6 +210,29 @@ def test_late_report_of_a_loss_does_not_kill_the_successor():
     stage.lose(2, epoch=2)
     stage.wait(LINGER)
     assert stage.new() == [Tell(2, KILL)]
+
+
+def test_job_ends_when_a_host_fails():
+    """Ranks 2 and 3 are on this host. A process of rank 3 is about to be started."""
+    stage = formed(4)
+    for _ in range(2):
+        stage.end(3, 1)
+    stage.new()
+    stage.miss(2, 3)
+    assert stage.said[-1] == "the host of rank 2 does not answer: giving up"
+    assert Tell(0, TERM) in stage.new()
+    stage.end(0, -15)
+    stage.end(1, -15)
+    assert stage.supervision.over
+    assert stage.supervision.code() == 137
+
+
+def test_stop_does_not_wait_for_ranks_of_a_host_that_has_failed():
+    stage = formed(2)
+    stage.stop()
+    stage.miss(1)
+    stage.end(0, -15)
+    assert stage.supervision.over
 
 
 def test_loss_of_a_rank_that_is_none_is_ignored():
@@ -439,7 +465,7 @@ def test_killed_rank_whose_host_does_not_answer_ends_the_job():
     stage.new()
     stage.wait(SILENCE)
     assert stage.new() == [Tell(0, TERM)]
-    assert "its host does not answer" in stage.said[-1]
+    assert "the host of rank 1 does not answer" in stage.said[-1]
     stage.end(0, 0)
     assert stage.supervision.over
     assert stage.supervision.code() == 137
