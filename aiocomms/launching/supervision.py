@@ -85,6 +85,8 @@ class SupervisedRank:
         self.formed: dict[str, int] = {}
         """The last epoch of each communicator that the process has formed, by name. Each reconfiguration begins an
         epoch."""
+        self.lost: set[str] = set()
+        """The communicators whose other ranks have lost the process, until the process has formed a later epoch."""
         self.leaving = False
         """True once the process was told to end, or has reported that it leaves.
 
@@ -194,6 +196,7 @@ class Supervision:
         self._now, rank = now, self.ranks[number]
         if rank.alive and rank.incarnation == incarnation:
             rank.formed[name] = epoch
+            rank.lost.discard(name)
             if self._rolling[:1] == [number] and not rank.leaving:
                 self._rolling.pop(0)
                 self._roll()
@@ -208,7 +211,8 @@ class Supervision:
         if 0 <= number < len(self.ranks) and self.stopping is None:
             rank = self.ranks[number]
             # A process that has formed a later epoch is a newer one, or has joined again.
-            if rank.alive and not rank.leaving and rank.formed.get(name, epoch + 1) <= epoch:
+            if rank.alive and not rank.leaving and rank.formed.get(name, epoch + 1) <= epoch and name not in rank.lost:
+                rank.lost.add(name)
                 self._alarm(LINGER, rank, "lost")
         return self._done()
 
@@ -281,7 +285,7 @@ class Supervision:
                 self._start_all()
             case "unformed" if rank.alive and not rank.formed and self.stopping is None:
                 self._name_unformed(rank)
-            case "lost" if rank.alive and not rank.leaving:
+            case "lost" if rank.alive and rank.lost and not rank.leaving:
                 self._kill(rank, "is lost to the others, and has not ended")
             case "late" if rank.alive:
                 self._kill(rank, "has not ended in time")
@@ -426,7 +430,7 @@ class Supervision:
         self.restarts += rank.incarnation >= 0
         rank.incarnation += 1
         rank.restarts += 1
-        rank.alive, rank.due, rank.leaving, rank.formed = True, False, False, {}
+        rank.alive, rank.due, rank.leaving, rank.formed, rank.lost = True, False, False, {}, set()
         self._deeds.append(Start(rank.number, rank.incarnation, self.generation, rank.restarts))
         self._alarm(PATIENCE, rank, "unformed")
 

@@ -197,6 +197,21 @@ def test_lost_process_that_does_not_end_is_killed_and_replaced():
     assert stage.new() == [Start(2, 1, 0, 1)]
 
 
+def test_lost_process_is_killed_once_and_not_after_it_has_joined_again():
+    stage = formed()
+    for epoch in (1, 2):
+        stage.lose(2, epoch)
+        stage.lose(2, epoch)
+        stage.form(2, epoch=epoch + 1)
+        stage.wait(LINGER)
+        assert stage.new() == []
+    stage.lose(2, epoch=3)
+    stage.lose(2, epoch=3)
+    stage.wait(LINGER)
+    assert stage.new() == [Tell(2, KILL)]
+    assert len(stage.said) == 1
+
+
 def test_late_report_of_a_loss_does_not_kill_the_successor():
     stage = formed()
     stage.lose(2)
