@@ -123,8 +123,11 @@ class Rounds:
         number = self._next
         if not self._was_in or number is None or self._shortcut is None:
             return None
+        self._next, self._was_in = None, False  # A signal handler may raise as soon as the rank has contributed.
         found = self._shortcut.call(number, kind, given, op)
-        if found is not None:
+        if found is None:
+            self._next, self._was_in = number, True
+        else:
             self._next, self._was_in = number + 1, type(found) is not int
         return found
 
@@ -185,10 +188,12 @@ class Rounds:
         number = self._next
         if self._was_in and number is not None and self._shortcut is not None:
             places = [(part.data_ptr(), part.nbytes) for part in parts]
+            self._next, self._was_in = None, False  # See call().
             held = self._shortcut.arrive(number, self._prefix + header, places)
             if held:
-                self._was_in, self._next = False, number + 1
+                self._next = number + 1
                 return number, self._round(number, held)
+            self._next, self._was_in = number, True
         return None
 
     def close(self) -> None:
@@ -221,7 +226,7 @@ class Rounds:
 
         If the native code cannot reduce them, return None.
         """
-        if native.kind != "all_reduce" or native.abandoned or self._shortcut is None or not round_.bits & self._bit:
+        if native.kind != "all_reduce" or native.abandoned or self._shortcut is None:
             return None
         return native.given if self._shortcut.finish(round_.word, native.given, native.op) else None
 

@@ -30,8 +30,8 @@ def empty(*shape: Any, dtype: torch.dtype, device: Device) -> Tensor:
 
 @unaffected
 def like(tensor: Tensor) -> Tensor:
-    """Return an uninitialized tensor with the shape, dtype and device of another tensor."""
-    return torch.empty_like(tensor)
+    """Return an uninitialized, contiguous tensor with the shape, dtype and device of another tensor."""
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 @unaffected

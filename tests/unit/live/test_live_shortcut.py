@@ -17,6 +17,7 @@ import aiocomms
 from aiocomms import ReduceOp
 from aiocomms.errors import ArgumentError, MismatchError
 from aiocomms.live.lane import LiveLane, Partial
+from aiocomms.live.shared import _sleepers
 from aiocomms.ops.reductions import SUPPORTED
 
 pytestmark = pytest.mark.deterministic
@@ -139,6 +140,71 @@ async def test_known_calls_are_done_by_native_code(kind, monkeypatch):
             at_once(lane.all_gather(torch.ones(4, 2).t()))
         with pytest.raises(ArgumentError, match="one per rank"):
             await lane.all_to_all([own, own])
+
+
+class Interrupted:
+    """Native code of which one call raises after it has contributed, as a signal handler may."""
+
+    def __init__(self, native: Any) -> None:
+        self._native, self.raises = native, True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+    def call(self, *arguments: Any) -> Any:
+        found = self._native.call(*arguments)
+        if self.raises:
+            self.raises = False
+            raise KeyboardInterrupt
+        return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.asyncio
+async def test_call_that_is_interrupted_after_its_contribution_counts(size):
+    async with lanes(size) as all_lanes:
+        first, *others = all_lanes
+        for number in range(3):
+            await asyncio.gather(*(it.all_gather(torch.tensor([number])) for it in all_lanes))
+        first._rounds._shortcut = Interrupted(first._rounds._shortcut)
+        with pytest.raises(KeyboardInterrupt):
+            at_once(first.all_gather(torch.tensor([3])))
+        for it in others:
+            found = await it.all_gather(torch.tensor([3]))
+            assert (found.number, found.value[0].item()) == (3, 3)
+        for number in range(4, 7):
+            for found in await asyncio.gather(*(it.all_gather(torch.tensor([number])) for it in all_lanes)):
+                assert found.number == number
+                assert {value.item() for value in found.value.values()} == {number}
+
+
+@pytest.mark.asyncio
+async def test_calls_stay_known_beside_operators_that_are_made_anew(monkeypatch):
+    async with lanes(1) as (lane,):
+        await lane.barrier()
+        for _ in range(40):
+            await lane.all_reduce(torch.ones(1), ReduceOp.PREMUL_SUM(0.5))
+        monkeypatch.setattr(lane, "_call", None)
+        assert at_once(lane.barrier()).number == 41
+
+
+@pytest.mark.asyncio
+async def test_rank_that_died_in_its_sleep_is_not_woken(monkeypatch):
+    async with lanes(1) as (lane,):
+        for _ in range(3):
+            await lane.barrier()
+        for number in range(2):
+            lane._rounds._registers._words.swap(_sleepers(lane._rounds._register(number)), 0, 0b10)
+        monkeypatch.setattr(lane, "_call", None)
+        assert [at_once(lane.barrier()).number for _ in range(3)] == [3, 4, 5]
+
+
+@pytest.mark.asyncio
+async def test_results_are_contiguous():
+    async with lanes(1) as (lane,):
+        tensor = torch.ones(2, 1, 3, 3).to(memory_format=torch.channels_last)
+        strides = {(await lane.broadcast(tensor)).value.stride() for _ in range(4)}
+        assert strides == {(9, 9, 3, 1)}
 
 
 @pytest.mark.asyncio

@@ -85,15 +85,17 @@ class Calls {
     const auto which = collective(kind);
     const std::optional<Given> all = which ? views_of(*which, given) : std::nullopt;
     const std::shared_ptr<const KnownCall> known = all ? find(*which, op, all->views) : nullptr;
-    const std::optional<Outputs> outputs = known ? outputs_of(*which, *all) : std::nullopt;
+    if (known == nullptr || all->bytes() > most_) return nanobind::none();
+    const std::optional<Outputs> outputs = outputs_of(*which, *all);
     if (!outputs) return nanobind::none();
     std::vector<Rounds::Bytes> parts;
     for (const View& view : all->views) parts.push_back({static_cast<const std::byte*>(view.data), view.bytes()});
     const std::uint64_t word = arrive(number, known->header, parts);
     if (word == 0) return nanobind::none();
     try {
-      if ((word & rounds_.lane().decided()) && !rounds_.awaited(number) && fill(word, *known, *all, *outputs)) {
-        return result(word, value_of(word, *known, *all, *outputs));
+      if ((word & rounds_.lane().decided()) && !rounds_.awaited(word)) {
+        nanobind::object made = result(word, value_of(word, *known, *all, *outputs));
+        if (fill(word, *known, *all, *outputs)) return made;
       }
     } catch (const nanobind::python_error&) {  // There is no memory for the result. Python code tries again.
     } catch (const std::bad_alloc&) {
@@ -124,7 +126,10 @@ class Calls {
     KnownCall call{*which, std::move(op), {}, how, {header.c_str(), header.size()}};
     for (const View& view : all->views) call.shapes.emplace_back(view.shape.begin(), view.shape.end());
     auto kept = std::make_shared<const KnownCall>(std::move(call));
-    if (known_.size() < kKnown) {
+    const auto same = [&](const auto& it) { return it->kind == kept->kind && it->header == kept->header; };
+    if (const auto found = std::ranges::find_if(known_, same); found != known_.end()) {
+      found->swap(kept);  // The operator is equal, but another object.
+    } else if (known_.size() < kKnown) {
       known_.push_back(std::move(kept));
     } else {
       known_[next_++ % kKnown].swap(kept);
@@ -231,9 +236,13 @@ class Calls {
 
   bool reduce(std::uint64_t word, const KnownCall& known, const Given& all) {
     const View& data = all.views[0];
-    note_write(all.tensors[0]);
-    const auto free = unlocked(data.bytes());
-    return rounds_.reduce(word, known.header, known.how, {static_cast<std::byte*>(data.data), data.bytes()});
+    bool done = false;
+    {
+      const auto free = unlocked(data.bytes());
+      done = rounds_.reduce(word, known.header, known.how, {static_cast<std::byte*>(data.data), data.bytes()});
+    }
+    if (done || data.bytes() > Rounds::kBeside) note_write(all.tensors[0]);
+    return done;
   }
 
   // Copies the tensors `part` of the contributions into the outputs, by rank. With one output: that of the lowest rank.

@@ -16,8 +16,6 @@ struct Lengths {
 };
 // Bytes of a header that identify the writer.
 constexpr std::size_t kHolder = 8;
-// Results up to this size are reduced outside the program's memory, which stays unchanged on failure.
-constexpr std::size_t kBeside = 1024;
 // Bytes that are copied at once. From the size of the second-level cache on, glibc's other way of copying takes three
 // times as long on Zen 5.
 constexpr std::size_t kCopied = 256 * 1024;
@@ -68,12 +66,13 @@ void Rounds::write(std::uint64_t number, std::string_view header, std::span<cons
   std::memcpy(begin + sizeof lengths, header.data(), header.size());
 }
 
-std::uint64_t Rounds::spin(std::uint64_t number, std::uint64_t word, std::size_t bytes) const {
+std::uint64_t Rounds::spin(std::uint64_t number, const std::uint64_t arrived, std::size_t bytes) const {
+  std::uint64_t word = arrived;
   const auto ends = std::chrono::steady_clock::now() + std::chrono::nanoseconds(kSpin + bytes / kBytesPerNs);
   while (lane_.open(word, number) && std::chrono::steady_clock::now() < ends) {
     for (int i = 0; i < 16 && lane_.open(word = words_.load(lane_.word_of(number)), number); ++i) relax();
   }
-  return word;
+  return lane_.number_of(word) == number ? word : arrived;  // A process that was stopped may find a later round.
 }
 
 const std::byte* Rounds::contribution(std::uint64_t number, std::size_t rank, std::string_view header,

@@ -39,13 +39,17 @@ class Rounds {
  public:
   using Bytes = std::span<const std::byte>;
   static constexpr std::size_t kMostRanks = 32;
+  // Results up to this size are reduced outside the program's memory, which stays unchanged on failure.
+  static constexpr std::size_t kBeside = 1024;
 
   Rounds(Words& words, const LaneMemory& lane) : words_(words), lane_(lane) {}
 
   // Contributes to a round, and may spin. Returns the round's word. 0: this rank has not arrived.
   std::uint64_t arrive(std::uint64_t number, std::string_view header, std::span<const Bytes> parts);
-  // Whether a rank sleeps until the round is decided.
-  bool awaited(std::uint64_t number) const { return words_.load(lane_.sleepers + lane_.word_of(number)) != 0; }
+  // Whether a rank of the round sleeps until the round is decided. Other ranks with a bit there died in their sleep.
+  bool awaited(std::uint64_t word) const {
+    return words_.load(lane_.sleepers + lane_.word_of(lane_.number_of(word))) & bits_of(word);
+  }
   // Reduces the contributions of a decided round, in the order of ranks, into this rank's own contribution. False: some
   // rank has called something else, or a later round uses the areas. `data` may then hold anything.
   bool reduce(std::uint64_t word, std::string_view header, const Reduction& how, std::span<std::byte> data);
@@ -76,7 +80,8 @@ class Rounds {
     const std::uint64_t number = lane_.number_of(word);
     return lane_.number_of(words_.load(lane_.word_of(number))) == number;
   }
-  std::uint64_t spin(std::uint64_t number, std::uint64_t word, std::size_t bytes) const;
+  // Returns the round's word, after some time even if the round is not decided. arrived: the word with this rank.
+  std::uint64_t spin(std::uint64_t number, std::uint64_t arrived, std::size_t bytes) const;
 
   Words& words_;
   LaneMemory lane_;
