@@ -13,12 +13,12 @@ import torch
 
 import aiocomms
 from aiocomms.errors import ArgumentError
-from aiocomms.ops import checks
+from aiocomms.ops import checks, tensor_words
 
 pytestmark = pytest.mark.deterministic
 
 engine = pytest.importorskip("aiocomms_ucx._engine", reason="needs the ucx transport", exc_type=ImportError)
-tensor_words = pytest.importorskip("aiocomms_ucx.tensor_words")
+
 CPU = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), fast_check=None)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from aiocomms import ops
+from aiocomms.ops import tensor_words
 from aiocomms.ops.reductions import SUPPORTED, ReduceOp
 from aiocomms.transport import Completion, NativeTransport
 from aiocomms.transport.native import Line
-from aiocomms_ucx import tensor_words
 from aiocomms_ucx._engine import Operator, Shortcuts, dtype_names, read_words_at
 from aiocomms_ucx.collectives import FORMS
 

@@ -31,7 +31,7 @@ View view_of(nanobind::handle tensor);
 nanobind::tuple dtype_names();
 
 // Sets the offsets of a tensor's words that answer questions to torch, and the keys of a plain tensor. See
-// tensor_words.py. Before this call torch is asked.
+// aiocomms/ops/tensor_words.py. Before this call torch is asked.
 void read_words_at(std::size_t impl, std::size_t keys, std::size_t autograd, std::uint64_t plain);
 
 // A view of a certainly plain CPU tensor. It is dense and contiguous, and has a dtype of DType. It has its own memory,

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from aiocomms.lowlevel import unaffected
 from aiocomms.ops.buffers import arange, zeros
+from aiocomms.ops.modes import unaffected
 
 WORDS = 24
 """The number of words of each ``TensorImpl`` that the search reads.
