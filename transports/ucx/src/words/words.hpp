@@ -1,7 +1,7 @@
 // Words of shared memory that processes change by compare-and-swap.
 //
-// All operations are sequentially consistent, and order a process's other accesses to the memory. A process that sees a
-// swapped word sees all earlier writes. It sees no later write earlier, as a seqlock needs.
+// All operations are sequentially consistent, and order a process's other accesses to the memory, as a seqlock needs. A
+// process that sees a word sees all that was written before the swap. Its later writes are not seen without that word.
 #pragma once
 
 #include <atomic>
@@ -23,13 +23,15 @@ class Words {
   Words& operator=(const Words&) = delete;
 
   std::uint64_t load(std::size_t at) const {
-    fence(std::memory_order_seq_cst);
-    return line(at).load(std::memory_order_seq_cst);
+    fence(std::memory_order_acquire);
+    const std::uint64_t word = line(at).load(std::memory_order_seq_cst);
+    fence(std::memory_order_release);
+    return word;
   }
   // Returns the old value.
   std::uint64_t swap(std::size_t at, std::uint64_t expected, std::uint64_t desired) {
     line(at).compare_exchange_strong(expected, desired, std::memory_order_seq_cst);
-    fence(std::memory_order_seq_cst);
+    fence(std::memory_order_release);
     return expected;
   }
 
