@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, Self
 
 import msgspec
@@ -52,13 +52,12 @@ class Contribution(NamedTuple):
     called: Called
     data: Tensor
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors, as views of the data."""
-        begin, dtype = 0, _DTYPES.get(self.called.dtype, torch.uint8)
-        for shape in self.called.shapes:
-            end = begin + math.prod(shape) * dtype.itemsize
-            yield self.data[begin:end].view(dtype).view(shape)
-            begin = end
+    def tensor(self, number: int) -> Tensor:
+        """Return the tensor with this number, as a view of the data."""
+        shapes, dtype = self.called.shapes, _DTYPES.get(self.called.dtype, torch.uint8)
+        begin = sum(map(math.prod, shapes[:number])) * dtype.itemsize
+        end = begin + math.prod(shapes[number]) * dtype.itemsize
+        return self.data[begin:end].view(dtype).view(shapes[number])
 
 
 def flat(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -99,7 +99,7 @@ class LiveGroup(Handle):
         if self.closed:
             return
         self._place.check("aclose")
-        self._place.closed = True
+        self._mark_closed()
         await shielded(self._leave)
 
     async def _leave(self) -> None:
@@ -117,7 +117,12 @@ class LiveGroup(Handle):
 
     def _disown(self) -> None:
         """Mark the group as closed in a forked child, which must neither use nor close the parent's resources."""
+        self._mark_closed()
+
+    def _mark_closed(self) -> None:
         self._place.closed = True
+        for lane in self._lanes.values():
+            lane.release_native()
 
     async def __aenter__(self) -> Self:
         return self

@@ -60,11 +60,6 @@ class LivePlace:
         self.closed = False
         self._thread = get_ident()
 
-    @property
-    def usable(self) -> bool:
-        """True if :meth:`check` raises no error."""
-        return not self.closed and get_ident() == self._thread
-
     def check(self, op: str) -> None:
         """Check that the caller runs on the group's thread, and that the group is open.
 
@@ -197,15 +192,13 @@ class LiveLane(Handle):
             contributes ``tensor`` to the collective when the earlier calls have ended.
         :raises CommClosedError: the group is closed, or another process has replaced this process.
         """
-        found = self._native("all_reduce", tensor, op, timeout)
+        found = self._rounds.call("all_reduce", tensor, op, timeout)
         if type(found) is Partial:
             return found
         operator = self._operator(op, tensor)
-
-        def result(given: dict[int, Contribution]) -> Tensor:
-            return _reduced(operator, tensor, [next(it.tensors()) for it in given.values()])
-
-        done = await self._call(f"all_reduce({operator})", [tensor], result, timeout, found, alike=True)
+        reduced = partial(_reduced, operator, 0)
+        native = NativeCall("all_reduce", tensor, op, found)
+        done = await self._call(f"all_reduce({operator})", [tensor], reduced, timeout, native, alike=True)
         if done.value is not tensor:
             await _write(tensor, done.value)
         return done._replace(value=tensor)
@@ -221,16 +214,14 @@ class LiveLane(Handle):
         :returns: the reduction for this rank.
         :raises CommError: see the errors of :meth:`all_reduce`.
         """
-        found = self._native("reduce_scatter", inputs, op, timeout)
+        found = self._rounds.call("reduce_scatter", inputs, op, timeout)
         if type(found) is Partial:
             return found
         inputs = self._one_each(inputs)
-        mine, operator = self._place.rank, self._operator(op, inputs[0])
-
-        def result(given: dict[int, Contribution]) -> Tensor:
-            return _reduced(operator, inputs[mine], [list(it.tensors())[mine] for it in given.values()])
-
-        return await self._call(f"reduce_scatter({operator})", inputs, result, timeout, found, alike=True)
+        operator = self._operator(op, inputs[0])
+        reduced = partial(_reduced, operator, self._place.rank)
+        native = NativeCall("reduce_scatter", inputs, op, found)
+        return await self._call(f"reduce_scatter({operator})", inputs, reduced, timeout, native, alike=True)
 
     async def all_gather(self, tensor: Tensor, *, timeout: OpTimeout = COMM_TIMEOUT) -> Partial[dict[int, Tensor]]:
         """Gather every rank's tensor on all ranks.
@@ -240,14 +231,11 @@ class LiveLane(Handle):
         :returns: the tensors, as a dict from ranks to tensors.
         :raises CommError: see the errors of :meth:`all_reduce`.
         """
-        found = self._native("all_gather", tensor, None, timeout)
+        found = self._rounds.call("all_gather", tensor, None, timeout)
         if type(found) is Partial:
             return found
-
-        def result(given: dict[int, Contribution]) -> dict[int, Tensor]:
-            return {rank: _copy(next(it.tensors())) for rank, it in given.items()}
-
-        return await self._call("all_gather", [tensor], result, timeout, found)
+        native = NativeCall("all_gather", tensor, None, found)
+        return await self._call("all_gather", [tensor], partial(_gathered, 0), timeout, native)
 
     async def all_to_all(
         self, inputs: Sequence[Tensor], *, timeout: OpTimeout = COMM_TIMEOUT
@@ -259,15 +247,11 @@ class LiveLane(Handle):
         :returns: the tensors that this rank has received, as a dict from senders to tensors.
         :raises CommError: see the errors of :meth:`all_reduce`.
         """
-        found = self._native("all_to_all", inputs, None, timeout)
+        found = self._rounds.call("all_to_all", inputs, None, timeout)
         if type(found) is Partial:
             return found
-        inputs, mine = self._one_each(inputs), self._place.rank
-
-        def result(given: dict[int, Contribution]) -> dict[int, Tensor]:
-            return {rank: _copy(list(it.tensors())[mine]) for rank, it in given.items()}
-
-        return await self._call("all_to_all", inputs, result, timeout, found)
+        native, gathered = NativeCall("all_to_all", inputs, None, found), partial(_gathered, self._place.rank)
+        return await self._call("all_to_all", self._one_each(inputs), gathered, timeout, native)
 
     async def broadcast(self, tensor: Tensor, *, timeout: OpTimeout = COMM_TIMEOUT) -> Partial[Tensor]:
         """Return the tensor of the lowest rank that contributes. The result's ``ranks[0]`` is this lowest rank.
@@ -277,14 +261,11 @@ class LiveLane(Handle):
         :returns: the tensor of ``ranks[0]``.
         :raises CommError: see the errors of :meth:`all_reduce`.
         """
-        found = self._native("broadcast", tensor, None, timeout)
+        found = self._rounds.call("broadcast", tensor, None, timeout)
         if type(found) is Partial:
             return found
-
-        def result(given: dict[int, Contribution]) -> Tensor:
-            return _copy(next(given[min(given)].tensors()))
-
-        return await self._call("broadcast", [tensor], result, timeout, found)
+        native = NativeCall("broadcast", tensor, None, found)
+        return await self._call("broadcast", [tensor], _of_lowest, timeout, native)
 
     async def barrier(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> Partial[None]:
         """Wait until all live ranks have called this method.
@@ -292,25 +273,13 @@ class LiveLane(Handle):
         :param timeout: see :meth:`all_reduce`.
         :raises CommError: see the errors of :meth:`all_reduce`.
         """
-        found = self._native("barrier", None, None, timeout)
+        found = self._rounds.call("barrier", None, None, timeout)
         if type(found) is Partial:
             return found
-        return await self._call("barrier", [], lambda given: None, timeout, found)
+        native = NativeCall("barrier", None, None, found)
+        return await self._call("barrier", [], lambda given: None, timeout, native)
 
     # ------------------------------------------------------------------------------------------------------------------
-
-    def _native(self, kind: str, given: object, op: ReduceOp | str | None, timeout: OpTimeout) -> Any:
-        """Make a call through native code, and return its :class:`Partial`.
-
-        If the native code has no result, return a :class:`NativeCall` instead, for :meth:`_call`.
-        """
-        word = 0
-        if self._place.usable and not self._busy and _is_plain(timeout):
-            found = self._rounds.call(kind, given, op)
-            if type(found) is Partial:
-                return found
-            word = found or 0
-        return NativeCall(kind, given, op, word)
 
     async def _call(
         self, op: str, tensors: Sequence[Tensor], result: Callable[[dict[int, Contribution]], T],
@@ -357,6 +326,7 @@ class LiveLane(Handle):
         finally:
             self._busy = False
             self._start_queue()
+            self._permit_native()
 
     def _start_queue(self) -> None:
         if self._queue and not self._busy:
@@ -369,10 +339,19 @@ class LiveLane(Handle):
                 await self._queue.popleft().run(self._rounds)
         finally:
             self._busy = False
+            self._permit_native()
+
+    def _permit_native(self) -> None:
+        """Permit native code to make the next call, if no earlier call is pending."""
+        if not self._busy:
+            self._rounds.permit_native()
+
+    def release_native(self) -> None:
+        """Release the native code, because the group is closed."""
+        self._rounds.release_native()
 
     def close(self) -> None:
         """Fail all calls that have not contributed yet, because the group is closed."""
-        self._rounds.close()
         while self._queue:
             self._queue.popleft().close()
 
@@ -399,17 +378,20 @@ class LiveLane(Handle):
         return operator
 
 
-def _reduced(op: ReduceOp, like: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    out = buffers.empty(like.shape, dtype=like.dtype, device=_CPU)
+def _reduced(op: ReduceOp, part: int, given: dict[int, Contribution]) -> Tensor:
+    """Reduce one tensor of each contribution."""
+    tensors = [it.tensor(part) for it in given.values()]
+    out = buffers.like(tensors[0])
     reduce(op, tensors, out)
     return out
 
 
-def _is_plain(timeout: OpTimeout) -> bool:
-    """Return True if a timeout is a valid number of seconds or COMM_TIMEOUT, and so needs no further checks."""
-    if type(timeout) is float or type(timeout) is int:
-        return 0 < timeout <= arguments.TIMEOUT_MAX
-    return timeout is COMM_TIMEOUT
+def _gathered(part: int, given: dict[int, Contribution]) -> dict[int, Tensor]:
+    return {rank: _copy(it.tensor(part)) for rank, it in given.items()}
+
+
+def _of_lowest(given: dict[int, Contribution]) -> Tensor:
+    return _copy(given[min(given)].tensor(0))
 
 
 async def _write(out: Tensor, value: Tensor) -> None:
@@ -426,6 +408,6 @@ async def _write(out: Tensor, value: Tensor) -> None:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    out = buffers.empty(tensor.shape, dtype=tensor.dtype, device=_CPU)
+    out = buffers.like(tensor)
     write(out, tensor)
     return out

@@ -40,17 +40,24 @@ class Shortcut(Protocol):
         :returns: the round's word; 0 if the native code could not contribute.
         """
 
-    def call(self, number: int, kind: str, given: object, op: object, /) -> Any:
-        """Contribute tensors, as :meth:`arrive` does, and make the result of the collective.
+    def arm(self, number: int, /) -> None:
+        """Permit :meth:`call` to take part in the round with this number and in the following rounds."""
+
+    def disarm(self) -> int:
+        """End the permission of :meth:`arm`. Return the number of the rank's next round; 0 without a permission."""
+
+    def call(self, kind: str, given: object, op: object, timeout: object, /) -> Any:
+        """Contribute tensors to the rank's next round, as :meth:`arrive` does, and make the result of the collective.
 
         The native code can make only a call that :meth:`know_call` has stored, and only if all ranks make this call.
 
         :param kind: the name of the collective, as an interned string.
         :param given: the tensor, the list of tensors, or None for a barrier.
         :param op: the operator as the program passed it, or None.
+        :param timeout: the timeout as the program passed it.
         :returns: a :class:`~aiocomms.live.lane.Partial` if the native code has contributed and made the result. The
-            round's word if the native code has contributed, but has made no result. None if the native code has not
-            contributed.
+            round's word if the native code has contributed, but has made no result; this ends the permission of
+            :meth:`arm`. None if the native code has not contributed.
         """
 
     def finish(self, word: int, tensor: object, op: object, /) -> bool:

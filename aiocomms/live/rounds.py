@@ -78,12 +78,12 @@ class NativeCall:
     :param kind: the name of the collective, as an interned string.
     :param given: the tensor, the list of tensors, or None for a barrier.
     :param op: the operator as the program passed it, or None.
-    :param word: the :attr:`Round.word` if :meth:`Rounds.call` has contributed the tensors, else 0.
+    :param word: the result of :attr:`Rounds.call`, which is a :attr:`Round.word` or None.
     """
 
     __slots__ = ("abandoned", "given", "kind", "op", "word")
 
-    def __init__(self, kind: str, given: object, op: ReduceOp | str | None, word: int) -> None:
+    def __init__(self, kind: str, given: object, op: ReduceOp | str | None, word: int | None) -> None:
         self.kind, self.given, self.op, self.word = kind, given, op, word
         self.abandoned = False
         """True after a cancellation of the call, because the program may then change the tensors."""
@@ -92,6 +92,10 @@ class NativeCall:
     def operator(self) -> ReduceOp:
         """The parsed operator, or SUM if the collective has none."""
         return ReduceOp.SUM if self.op is None else ReduceOp.parse(self.op)
+
+
+def _no_call(kind: str, given: object, op: object, timeout: object) -> None:
+    """Do nothing, in place of native code."""
 
 
 class Rounds:
@@ -108,8 +112,13 @@ class Rounds:
         """This process's number as bytes. This rank writes these bytes before each header."""
         self._coming = register_of(lane, COMING)
         self._shortcut = registers.shortcut(lane, rank, size, holder)
+        self.call: Callable[[str, object, object, object], Any] = self._shortcut.call if self._shortcut else _no_call
+        """Take part in the next round through native code. See :meth:`Shortcut.call`."""
         self._next: int | None = None
-        """The number of this rank's next round; None if this rank's next call joins the round that is then open."""
+        """The number of this rank's next round; None if this rank's next call joins the round that is then open.
+
+        While :attr:`call` is permitted, the native code has this number, and the value is None.
+        """
         self._was_in = False
         """True if it is certain that this rank contributed to its last round.
 
@@ -118,18 +127,11 @@ class Rounds:
         self._holders: dict[int, int] = {}
         """The number of the process that made each rank's last contribution."""
 
-    def call(self, kind: str, given: object, op: object) -> Any:
-        """Take part in the next round through :meth:`Shortcut.call`. Return the result of that method."""
-        number = self._next
-        if not self._was_in or number is None or self._shortcut is None:
-            return None
-        self._next, self._was_in = None, False  # A signal handler may raise as soon as the rank has contributed.
-        found = self._shortcut.call(number, kind, given, op)
-        if found is None:
-            self._next, self._was_in = number, True
-        else:
-            self._next, self._was_in = number + 1, type(found) is not int
-        return found
+    def permit_native(self) -> None:
+        """Permit :attr:`call` to take part in the next rounds, if the other ranks wait for this rank."""
+        if self._shortcut is not None and self._was_in and self._next is not None:
+            number, self._next, self._was_in = self._next, None, False
+            self._shortcut.arm(number)
 
     def learn(self, native: NativeCall, header: bytes) -> None:
         """Store a call and its header, so that :meth:`call` can make the call. The tensors are as they were checked."""
@@ -175,20 +177,23 @@ class Rounds:
         self._was_in = bool(round_.bits & self._bit)
         return result, round_
 
-    def at_once(self, header: bytes, parts: Sequence[Tensor], word: int) -> tuple[int, Round] | None:
+    def at_once(self, header: bytes, parts: Sequence[Tensor], word: int | None) -> tuple[int, Round] | None:
         """Contribute to the next round through native code, and return the round's number and state.
 
         If the native code cannot contribute, return None.
 
-        :param word: the :attr:`Round.word` if :meth:`call` has contributed, else 0.
+        :param word: the result of :attr:`call`. If this is a :attr:`Round.word`, the contribution is made already.
         """
-        if word:
+        if word is not None:
             round_ = self._round(0, word)
+            self._next = round_.number + 1
             return round_.number, round_
+        if self._shortcut is not None and (permitted := self._shortcut.disarm()):
+            self._next, self._was_in = permitted, True
         number = self._next
         if self._was_in and number is not None and self._shortcut is not None:
             places = [(part.data_ptr(), part.nbytes) for part in parts]
-            self._next, self._was_in = None, False  # See call().
+            self._next, self._was_in = None, False  # A signal handler may raise as soon as the rank has contributed.
             held = self._shortcut.arrive(number, self._prefix + header, places)
             if held:
                 self._next = number + 1
@@ -196,9 +201,9 @@ class Rounds:
             self._next, self._was_in = number, True
         return None
 
-    def close(self) -> None:
+    def release_native(self) -> None:
         """Release the native code, which maps the group's memory, because the group is closed."""
-        self._shortcut = None
+        self._shortcut, self.call = None, _no_call
 
     async def written(self) -> None:
         """Wait until this rank's pending writes no longer read the contributed tensors."""

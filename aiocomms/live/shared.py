@@ -29,7 +29,7 @@ from aiocomms.lowlevel.hosts import PROCESS_BITS, process_descriptor
 from aiocomms.lowlevel.libraries import native
 from aiocomms.lowlevel.shielding import shielded
 from aiocomms.lowlevel.threads import run_in_thread
-from aiocomms.ops import buffers
+from aiocomms.ops import buffers, tensor_words
 from aiocomms.progress.driver import Bell, LoopDriver
 
 _LINE: Final = 64
@@ -154,9 +154,13 @@ class SharedRegisters:
 
     def shortcut(self, lane: int, rank: int, size: int, holder: int) -> Shortcut:
         """See :class:`aiocomms.live.registers.Registers`. The native code spins for some time before a rank sleeps."""
+        from aiocomms.arguments import COMM_TIMEOUT, TIMEOUT_MAX
         from aiocomms.live.lane import Partial
 
-        made: Shortcut = native().LaneRounds(
+        module = native()
+        if (words := tensor_words.find()) is not None:
+            module.read_words_at(*words)
+        made: Shortcut = module.LaneRounds(
             words=self._words,
             first=register_of(lane, 0),
             places=place_of(0),
@@ -170,6 +174,8 @@ class SharedRegisters:
             most=min(LONG, self._capacity),
             partial=Partial,
             like=buffers.like,
+            unset=COMM_TIMEOUT,
+            longest=TIMEOUT_MAX,
         )
         return made
 

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from concurrency import turns
 from torch import Tensor
 from torch.distributed import HashStore
 
 import aiocomms
 from aiocomms import ReduceOp
-from aiocomms.errors import ArgumentError, MismatchError
+from aiocomms.errors import ArgumentError, CommClosedError, MismatchError
 from aiocomms.live.lane import LiveLane, Partial
+from aiocomms.live.rounds import BEGIN
 from aiocomms.live.shared import _sleepers
 from aiocomms.ops.reductions import SUPPORTED
 
@@ -50,7 +52,7 @@ def values(dtype: torch.dtype, count: int, seed: int) -> Tensor:
 
 def kept_from_native(lane: LiveLane) -> None:
     """Let the rounds of a lane run in Python."""
-    lane._rounds._shortcut = None
+    lane.release_native()
 
 
 async def reduced(lanes: list[LiveLane], tensors: list[Tensor], op: ReduceOp) -> list[Partial[Tensor]]:
@@ -142,31 +144,26 @@ async def test_known_calls_are_done_by_native_code(kind, monkeypatch):
             await lane.all_to_all([own, own])
 
 
-class Interrupted:
-    """Native code of which one call raises after it has contributed, as a signal handler may."""
+def interrupted(monkeypatch: pytest.MonkeyPatch, lane: LiveLane) -> None:
+    """Have the lane's next native call raise after it has contributed, as a signal handler may."""
+    call = lane._rounds.call
 
-    def __init__(self, native: Any) -> None:
-        self._native, self.raises = native, True
+    def interrupt(*arguments: Any) -> None:
+        monkeypatch.setattr(lane._rounds, "call", call)
+        call(*arguments)
+        raise KeyboardInterrupt
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._native, name)
-
-    def call(self, *arguments: Any) -> Any:
-        found = self._native.call(*arguments)
-        if self.raises:
-            self.raises = False
-            raise KeyboardInterrupt
-        return found
+    monkeypatch.setattr(lane._rounds, "call", interrupt)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.asyncio
-async def test_call_that_is_interrupted_after_its_contribution_counts(size):
+async def test_call_that_is_interrupted_after_its_contribution_counts(size, monkeypatch):
     async with lanes(size) as all_lanes:
         first, *others = all_lanes
         for number in range(3):
             await asyncio.gather(*(it.all_gather(torch.tensor([number])) for it in all_lanes))
-        first._rounds._shortcut = Interrupted(first._rounds._shortcut)
+        interrupted(monkeypatch, first)
         with pytest.raises(KeyboardInterrupt):
             at_once(first.all_gather(torch.tensor([3])))
         for it in others:
@@ -261,3 +258,43 @@ async def test_tensor_that_autograd_tracks_is_refused():
         await lane.all_reduce(torch.ones(2))
         with pytest.raises(aiocomms.errors.ArgumentError, match="requires grad"):
             await lane.all_reduce(torch.ones(2, requires_grad=True))
+
+
+@pytest.mark.asyncio
+async def test_native_code_makes_no_call_before_the_pending_ones():
+    async with lanes(2) as (first, second):
+        for _ in range(2):
+            await asyncio.gather(first.barrier(), second.barrier())
+        pending = [asyncio.create_task(first.barrier()) for _ in range(3)]
+        await turns()
+        assert first._rounds.call("barrier", None, None, 5) is None
+        others = [await second.barrier() for _ in range(3)]
+        assert [await task for task in pending] == others
+        assert first._rounds._shortcut.disarm() == second._rounds._shortcut.disarm() == BEGIN + 5
+
+
+@pytest.mark.asyncio
+async def test_call_beside_the_end_of_the_group_contributes_nothing():
+    store = HashStore()
+    group, other = await asyncio.gather(*(aiocomms.live_group(store=store, rank=rank, size=2) for rank in range(2)))
+    lane, stays = await group.lane(), await other.lane()
+    for _ in range(3):
+        await asyncio.gather(lane.barrier(), stays.barrier())
+    closing = asyncio.create_task(group.aclose())
+    await turns(1)
+    with pytest.raises(CommClosedError):
+        await lane.barrier()
+    await closing
+    assert (await stays.barrier()).ranks == (1,)
+    await other.aclose()
+
+
+@pytest.mark.parametrize("timeout", [-1, 0, "5", 10**400, True, float("nan")])
+@pytest.mark.asyncio
+async def test_native_code_leaves_bad_timeouts_to_python(timeout):
+    async with lanes(1) as (lane,):
+        for _ in range(2):
+            await lane.barrier()
+        with pytest.raises(ArgumentError, match="timeout"):
+            await lane.barrier(timeout=timeout)
+        assert (await lane.barrier()).number == 2

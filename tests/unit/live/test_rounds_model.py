@@ -103,7 +103,7 @@ class StepRegisters:
     def close(self) -> None: ...
 
 
-CALL = NativeCall("barrier", None, None, 0)
+CALL = NativeCall("barrier", None, None, None)
 """A call that has no native code here."""
 
 

@@ -32,21 +32,21 @@ enum class Collective { kAllReduce, kReduceScatter, kAllGather, kAllToAll, kBroa
 constexpr std::array kCollectives{"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier"};
 constexpr std::array kOperators{"sum", "product", "min", "max", "band", "bor", "bxor", "avg", "premul_sum"};
 
-// The tensors of a call.
-struct Given {
-  std::vector<nanobind::object> tensors;
-  std::vector<View> views;
-
-  std::size_t bytes(std::size_t count) const {
-    std::size_t sum = 0;
-    for (std::size_t i = 0; i < count; ++i) sum += views[i].bytes();
-    return sum;
-  }
-  std::size_t bytes() const { return bytes(views.size()); }
+// A tensor of a call or of its result. It is kept alive.
+struct Seen {
+  nanobind::object tensor;
+  View view;
 };
+using Tensors = std::vector<Seen>;
 
-// New tensors of a result, and their views.
-using Outputs = std::vector<std::pair<nanobind::object, View>>;
+// The bytes of the first tensors.
+inline std::size_t bytes_of(const Tensors& tensors, std::size_t count) {
+  std::size_t sum = 0;
+  for (std::size_t i = 0; i < count; ++i) sum += tensors[i].view.bytes();
+  return sum;
+}
+
+inline std::size_t bytes_of(const Tensors& tensors) { return bytes_of(tensors, tensors.size()); }
 
 // The header of an earlier call, by its collective, operator, dtype and shapes.
 struct KnownCall {
@@ -56,19 +56,26 @@ struct KnownCall {
   Reduction how;
   std::string header;
 
-  bool is(Collective other, nanobind::handle given, const std::vector<View>& views) const {
-    const auto same = [&](const std::vector<std::int64_t>& shape, const View& view) {
-      return view.dtype == how.dtype && std::ranges::equal(shape, view.shape);
+  bool is(Collective other, nanobind::handle given, const Tensors& all) const {
+    const auto same = [&](const std::vector<std::int64_t>& shape, const Seen& it) {
+      return it.view.dtype == how.dtype && std::ranges::equal(shape, it.view.shape);
     };
-    return kind == other && given.is(op) && std::ranges::equal(shapes, views, same);
+    return kind == other && given.is(op) && std::ranges::equal(shapes, all, same);
   }
 };
 
 class Calls {
  public:
-  // partial: the class of results, a named tuple. like: returns a new tensor with the shape and dtype of a tensor.
-  Calls(Words& words, const LaneMemory& lane, std::size_t most, nanobind::object partial, nanobind::object like)
-      : rounds_(words, lane), most_(most), partial_(std::move(partial)), like_(std::move(like)) {
+  // The objects of Python that the calls need.
+  struct Objects {
+    nanobind::object partial;  // the class of results, a named tuple
+    nanobind::object like;     // returns a new tensor with the shape and dtype of a tensor
+    nanobind::object unset;    // the timeout of a call that has the default
+    double longest;            // the longest timeout in seconds
+  };
+
+  Calls(Words& words, const LaneMemory& lane, std::size_t most, Objects objects)
+      : rounds_(words, lane), most_(most), objects_(std::move(objects)) {
     for (std::size_t i = 0; i < names_.size(); ++i) names_[i] = PyUnicode_InternFromString(kCollectives[i]);
   }
 
@@ -79,23 +86,38 @@ class Calls {
     return arrive(number, {header.c_str(), header.size()}, parts);
   }
 
-  // Returns None if nothing was done. Returns the round's word if this rank has only arrived. Otherwise it returns the
-  // result. The new tensors are made first, because that runs Python code, which may raise.
-  nanobind::object call(std::uint64_t number, nanobind::handle kind, nanobind::handle given, nanobind::handle op) {
+  // The number of this rank's next round, while call() may take part in that round. 0: call() does nothing.
+  void arm(std::uint64_t number) { number_ = number; }
+  std::uint64_t disarm() { return std::exchange(number_, 0); }
+
+  // Returns None if nothing was done. Returns the round's word if this rank has only arrived; then it is disarmed.
+  // Otherwise it returns the result. The new tensors are made first, because that runs Python code, which may raise.
+  nanobind::object call(nanobind::handle kind, nanobind::handle given, nanobind::handle op, nanobind::handle timeout) {
+    if (number_ == 0 || thread_ != PyThread_get_thread_ident() || !is_plain(timeout)) return nanobind::none();
     const auto which = collective(kind);
-    const std::optional<Given> all = which ? views_of(*which, given) : std::nullopt;
-    const std::shared_ptr<const KnownCall> known = all ? find(*which, op, all->views) : nullptr;
-    if (known == nullptr || all->bytes() > most_) return nanobind::none();
-    const std::optional<Outputs> outputs = outputs_of(*which, *all);
+    const std::optional<Tensors> all = which ? tensors_of(*which, given) : std::nullopt;
+    const std::shared_ptr<const KnownCall> known = all ? find(*which, op, *all) : nullptr;
+    if (known == nullptr || bytes_of(*all) > most_) return nanobind::none();
+    const std::optional<Tensors> outputs = outputs_of(*which, *all);
     if (!outputs) return nanobind::none();
-    std::vector<Rounds::Bytes> parts;
-    for (const View& view : all->views) parts.push_back({static_cast<const std::byte*>(view.data), view.bytes()});
-    const std::uint64_t word = arrive(number, known->header, parts);
-    if (word == 0) return nanobind::none();
+    std::array<Rounds::Bytes, Rounds::kMostRanks> parts;
+    const auto bytes = [](const Seen& it) -> Rounds::Bytes {
+      return {static_cast<const std::byte*>(it.view.data), it.view.bytes()};
+    };
+    std::ranges::transform(*all, parts.begin(), bytes);
+    const std::uint64_t number = disarm();
+    const std::uint64_t word = arrive(number, known->header, std::span(parts).first(all->size()));
+    if (word == 0) {
+      arm(number);
+      return nanobind::none();
+    }
     try {
       if ((word & rounds_.lane().decided()) && !rounds_.awaited(word)) {
         nanobind::object made = result(word, value_of(word, *known, *all, *outputs));
-        if (fill(word, *known, *all, *outputs)) return made;
+        if (fill(word, *known, *all, *outputs)) {
+          arm(number + 1);
+          return made;
+        }
       }
     } catch (const nanobind::python_error&) {  // There is no memory for the result. Python code tries again.
     } catch (const std::bad_alloc&) {
@@ -105,8 +127,8 @@ class Calls {
 
   // Whether the tensor now holds the result of a decided round, at which this rank arrived by all_reduce.
   bool finish(std::uint64_t word, nanobind::handle tensor, nanobind::handle op) {
-    const std::optional<Given> all = views_of(Collective::kAllReduce, tensor);
-    const std::shared_ptr<const KnownCall> known = all ? find(Collective::kAllReduce, op, all->views) : nullptr;
+    const std::optional<Tensors> all = tensors_of(Collective::kAllReduce, tensor);
+    const std::shared_ptr<const KnownCall> known = all ? find(Collective::kAllReduce, op, *all) : nullptr;
     return known != nullptr && reduce(word, *known, *all);
   }
 
@@ -119,12 +141,12 @@ class Calls {
                  double factor, const nanobind::bytes& header) {
     const auto which = collective(kind);
     const auto name = std::ranges::find(kOperators, reduction);
-    const std::optional<Given> all = which ? views_of(*which, given) : std::nullopt;
-    if (!all || name == kOperators.end() || find(*which, op, all->views) != nullptr) return;
-    const DType dtype = all->views.empty() ? DType{} : all->views[0].dtype;
+    const std::optional<Tensors> all = which ? tensors_of(*which, given) : std::nullopt;
+    if (!all || name == kOperators.end() || find(*which, op, *all) != nullptr) return;
+    const DType dtype = all->empty() ? DType{} : all->front().view.dtype;
     const Reduction how{static_cast<Operator>(name - kOperators.begin()), dtype, factor};
     KnownCall call{*which, std::move(op), {}, how, {header.c_str(), header.size()}};
-    for (const View& view : all->views) call.shapes.emplace_back(view.shape.begin(), view.shape.end());
+    for (const Seen& it : *all) call.shapes.emplace_back(it.view.shape.begin(), it.view.shape.end());
     auto kept = std::make_shared<const KnownCall>(std::move(call));
     const auto same = [&](const auto& it) { return it->kind == kept->kind && it->header == kept->header; };
     if (const auto found = std::ranges::find_if(known_, same); found != known_.end()) {
@@ -142,11 +164,20 @@ class Calls {
   // A copy of so few bytes takes less time than releasing and retaking the interpreter's lock.
   static constexpr std::size_t kAtOnce = 4096;
 
+  // Whether a timeout needs no further checks.
+  bool is_plain(nanobind::handle timeout) const {
+    if (timeout.is(objects_.unset)) return true;
+    if (!PyFloat_CheckExact(timeout.ptr()) && !PyLong_CheckExact(timeout.ptr())) return false;
+    const double seconds = PyFloat_AsDouble(timeout.ptr());
+    PyErr_Clear();  // The number was too large.
+    return 0 < seconds && seconds <= objects_.longest;
+  }
+
   static std::optional<Unlocked> unlocked(std::size_t bytes) {
     return bytes > kAtOnce ? std::optional<Unlocked>(std::in_place) : std::optional<Unlocked>();
   }
 
-  std::uint64_t arrive(std::uint64_t number, std::string_view header, const std::vector<Rounds::Bytes>& parts) {
+  std::uint64_t arrive(std::uint64_t number, std::string_view header, std::span<const Rounds::Bytes> parts) {
     std::size_t bytes = 0;
     for (const Rounds::Bytes& part : parts) bytes += part.size();
     if (bytes > most_) return 0;
@@ -161,70 +192,72 @@ class Calls {
   }
 
   // Nothing: a tensor is not certainly plain, or there is not one for each rank.
-  std::optional<Given> views_of(Collective kind, nanobind::handle given) const {
-    Given all;
+  std::optional<Tensors> tensors_of(Collective kind, nanobind::handle given) const {
+    Tensors all;
     if (kind == Collective::kReduceScatter || kind == Collective::kAllToAll) {
       if (!PyList_CheckExact(given.ptr()) && !PyTuple_CheckExact(given.ptr())) return {};
       PyObject** const items = PySequence_Fast_ITEMS(given.ptr());
       const auto count = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(given.ptr()));
       if (count != rounds_.lane().size) return {};
-      for (std::size_t i = 0; i < count; ++i) all.tensors.push_back(nanobind::borrow(items[i]));
+      all.reserve(count);
+      for (std::size_t i = 0; i < count; ++i) all.push_back({nanobind::borrow(items[i]), {}});
     } else if (kind != Collective::kBarrier) {
-      all.tensors.push_back(nanobind::borrow(given));
+      all.push_back({nanobind::borrow(given), {}});
     }
-    for (const nanobind::object& tensor : all.tensors) {
-      const std::optional<View> view = plain_view(tensor, kind == Collective::kAllReduce);
+    for (Seen& it : all) {
+      const std::optional<View> view = plain_view(it.tensor, kind == Collective::kAllReduce);
       if (!view) return {};
-      all.views.push_back(*view);
+      it.view = *view;
     }
     return all;
   }
 
   // A caller holds what it has found, because Python code may run meanwhile and replace it.
-  std::shared_ptr<const KnownCall> find(Collective kind, nanobind::handle op, const std::vector<View>& views) const {
-    const auto found = std::ranges::find_if(known_, [&](const auto& it) { return it->is(kind, op, views); });
+  std::shared_ptr<const KnownCall> find(Collective kind, nanobind::handle op, const Tensors& all) const {
+    const auto found = std::ranges::find_if(known_, [&](const auto& it) { return it->is(kind, op, all); });
     return found == known_.end() ? nullptr : *found;
   }
 
   // New tensors for the result. Nothing: one of them is not certainly plain.
-  std::optional<Outputs> outputs_of(Collective kind, const Given& all) const {
+  std::optional<Tensors> outputs_of(Collective kind, const Tensors& all) const {
     const std::size_t rank = rounds_.lane().rank, size = rounds_.lane().size;
     switch (kind) {
       case Collective::kAllReduce:
       case Collective::kBarrier:
-        return Outputs{};
+        return Tensors{};
       case Collective::kBroadcast:
-        return outputs(all.tensors[0], 1);
+        return outputs(all[0].tensor, 1);
       case Collective::kReduceScatter:
-        return outputs(all.tensors[rank], 1);
+        return outputs(all[rank].tensor, 1);
       case Collective::kAllGather:
-        return outputs(all.tensors[0], size);
+        return outputs(all[0].tensor, size);
       case Collective::kAllToAll:
-        return outputs(all.tensors[rank], size);
+        return outputs(all[rank].tensor, size);
     }
     return {};
   }
 
-  std::optional<Outputs> outputs(const nanobind::object& like, std::size_t count) const {
-    Outputs made;
+  std::optional<Tensors> outputs(const nanobind::object& like, std::size_t count) const {
+    Tensors made;
+    made.reserve(count);
     while (made.size() < count) {
-      nanobind::object tensor = like_(like);
+      nanobind::object tensor = objects_.like(like);
       const std::optional<View> view = plain_view(tensor, false);
       if (!view) return {};
-      made.emplace_back(std::move(tensor), *view);
+      made.push_back({std::move(tensor), *view});
     }
     return made;
   }
 
   // Writes the result of a decided round. False: some rank has called something else, or a later round uses the areas.
-  bool fill(std::uint64_t word, const KnownCall& known, const Given& all, const Outputs& outputs) {
+  bool fill(std::uint64_t word, const KnownCall& known, const Tensors& all, const Tensors& outputs) {
     switch (known.kind) {
       case Collective::kAllReduce:
         return reduce(word, known, all);
       case Collective::kBarrier:
         return rounds_.same(word, known.header, 0);
       case Collective::kReduceScatter:
-        return scatter(word, known, all, outputs[0].second);
+        return scatter(word, known, all, outputs[0].view);
       case Collective::kBroadcast:
       case Collective::kAllGather:
         return copy(word, known, all, 0, outputs);
@@ -234,45 +267,47 @@ class Calls {
     return false;
   }
 
-  bool reduce(std::uint64_t word, const KnownCall& known, const Given& all) {
-    const View& data = all.views[0];
+  bool reduce(std::uint64_t word, const KnownCall& known, const Tensors& all) {
+    const View& data = all[0].view;
     bool done = false;
     {
       const auto free = unlocked(data.bytes());
-      done = rounds_.reduce(word, known.header, known.how, {static_cast<std::byte*>(data.data), data.bytes()});
+      const std::span<std::byte> own{static_cast<std::byte*>(data.data), data.bytes()};
+      done = rounds_.reduce(word, known.header, known.how, own.size(), 0, own, own.data());
     }
-    if (done || data.bytes() > Rounds::kBeside) note_write(all.tensors[0]);
+    if (done || data.bytes() > Rounds::kBeside) note_write(all[0].tensor);
     return done;
   }
 
   // Copies the tensors `part` of the contributions into the outputs, by rank. With one output: that of the lowest rank.
-  bool copy(std::uint64_t word, const KnownCall& known, const Given& all, std::size_t part, const Outputs& outputs) {
-    const std::size_t from = all.bytes(part), count = all.views[part].bytes();
+  bool copy(std::uint64_t word, const KnownCall& known, const Tensors& all, std::size_t part, const Tensors& outputs) {
+    const std::size_t from = bytes_of(all, part), count = all[part].view.bytes();
     std::vector<Rounds::Part> parts;
     for (std::size_t rank = 0; rank < rounds_.lane().size; ++rank) {
       if (!(word >> rank & 1)) continue;
-      const View& to = outputs[outputs.size() == 1 ? 0 : rank].second;
+      const View& to = outputs[outputs.size() == 1 ? 0 : rank].view;
       parts.push_back({rank, static_cast<std::byte*>(to.data), from, count});
       if (outputs.size() == 1) break;
     }
     const auto free = unlocked(count * parts.size());
-    return rounds_.copy(word, known.header, all.bytes(), parts);
+    return rounds_.copy(word, known.header, bytes_of(all), parts);
   }
 
-  bool scatter(std::uint64_t word, const KnownCall& known, const Given& all, const View& to) {
+  bool scatter(std::uint64_t word, const KnownCall& known, const Tensors& all, const View& to) {
     const std::span<std::byte> data{static_cast<std::byte*>(to.data), to.bytes()};
     const auto free = unlocked(data.size());
-    return rounds_.reduce_part(word, known.header, known.how, all.bytes(), all.bytes(rounds_.lane().rank), data);
+    const std::size_t from = bytes_of(all, rounds_.lane().rank);
+    return rounds_.reduce(word, known.header, known.how, bytes_of(all), from, data, nullptr);
   }
 
-  nanobind::object value_of(std::uint64_t word, const KnownCall& known, const Given& all,
-                            const Outputs& outputs) const {
-    if (known.kind == Collective::kAllReduce) return all.tensors[0];
+  nanobind::object value_of(std::uint64_t word, const KnownCall& known, const Tensors& all,
+                            const Tensors& outputs) const {
+    if (known.kind == Collective::kAllReduce) return all[0].tensor;
     if (known.kind == Collective::kBarrier) return nanobind::none();
-    if (known.kind == Collective::kBroadcast || known.kind == Collective::kReduceScatter) return outputs[0].first;
+    if (known.kind == Collective::kBroadcast || known.kind == Collective::kReduceScatter) return outputs[0].tensor;
     nanobind::dict each;
     for (std::size_t rank = 0; rank < outputs.size(); ++rank) {
-      if (word >> rank & 1) each[nanobind::int_(rank)] = outputs[rank].first;
+      if (word >> rank & 1) each[nanobind::int_(rank)] = outputs[rank].tensor;
     }
     return each;
   }
@@ -288,7 +323,7 @@ class Calls {
       bits_ = bits;
     }
     const nanobind::int_ number(rounds_.lane().number_of(word) - kBegin);
-    auto cls = reinterpret_cast<PyTypeObject*>(partial_.ptr());
+    auto cls = reinterpret_cast<PyTypeObject*>(objects_.partial.ptr());
     PyObject* made = cls->tp_alloc(cls, 3);
     if (made == nullptr) nanobind::raise_python_error();
     PyTuple_SET_ITEM(made, 0, Py_NewRef(value.ptr()));
@@ -299,7 +334,9 @@ class Calls {
 
   Rounds rounds_;
   std::size_t most_;
-  nanobind::object partial_, like_;
+  Objects objects_;
+  std::uint64_t number_ = 0;
+  const unsigned long thread_ = PyThread_get_thread_ident();
   std::array<PyObject*, kCollectives.size()> names_;
   std::vector<std::shared_ptr<const KnownCall>> known_;
   std::size_t next_ = 0;

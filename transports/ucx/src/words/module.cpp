@@ -42,6 +42,7 @@ NB_MODULE(aiocomms_words, module) {
   using namespace aiocomms;
   nb::set_leak_warnings(false);  // The end of the process frees all that is left.
   module.attr("__version__") = AIOCOMMS_VERSION;
+  module.def("read_words_at", &read_words_at);
   nb::class_<YieldingCopy>(module, "YieldingCopy")
       .def(nb::init<>())
       .def("copy", &copy_parts, nb::arg("parts"))
@@ -55,17 +56,20 @@ NB_MODULE(aiocomms_words, module) {
           "__init__",
           [](Calls* self, Words& words, std::size_t first, std::size_t places, std::size_t sleepers, std::size_t rank,
              std::size_t size, std::size_t most_ranks, std::uint64_t holder, std::uintptr_t areas, std::size_t stride,
-             std::size_t most, nb::object partial, nb::object like) {
+             std::size_t most, nb::object partial, nb::object like, nb::object unset, double longest) {
             const LaneMemory lane{
                 first, places, sleepers, rank, size, most_ranks, holder, reinterpret_cast<std::byte*>(areas), stride};
-            new (self) Calls(words, lane, most, std::move(partial), std::move(like));
+            new (self) Calls(words, lane, most, {std::move(partial), std::move(like), std::move(unset), longest});
           },
           nb::keep_alive<1, 2>(), nb::kw_only(), nb::arg("words"), nb::arg("first"), nb::arg("places"),
           nb::arg("sleepers"), nb::arg("rank"), nb::arg("size"), nb::arg("most_ranks"), nb::arg("holder"),
-          nb::arg("areas"), nb::arg("stride"), nb::arg("most"), nb::arg("partial"), nb::arg("like"))
+          nb::arg("areas"), nb::arg("stride"), nb::arg("most"), nb::arg("partial"), nb::arg("like"), nb::arg("unset"),
+          nb::arg("longest"))
+      .def("arm", &Calls::arm)
+      .def("disarm", &Calls::disarm)
       .def("arrive", nb::overload_cast<std::uint64_t, const nb::bytes&,
                                        const std::vector<std::pair<std::uintptr_t, std::size_t>>&>(&Calls::arrive))
-      .def("call", &Calls::call, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none())
+      .def("call", &Calls::call, nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none())
       .def("finish", &Calls::finish)
       .def("know", &Calls::know)
       .def("know_call", &Calls::know_call, nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),

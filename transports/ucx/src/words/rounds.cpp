@@ -88,21 +88,22 @@ const std::byte* Rounds::contribution(std::uint64_t number, std::size_t rank, st
   return same ? begin + kHead : nullptr;
 }
 
-bool Rounds::reduce(std::uint64_t word, std::string_view header, const Reduction& how, std::span<std::byte> data) {
-  const std::uint64_t number = lane_.number_of(word);
+bool Rounds::reduce(std::uint64_t word, std::string_view header, const Reduction& how, std::size_t bytes,
+                    std::size_t from, std::span<std::byte> out, const std::byte* own) {
   std::array<const void*, kMostRanks> in;
   int count = 0;
   for (std::size_t rank = 0; rank < lane_.size; ++rank) {
     if (!(word >> rank & 1)) continue;
-    const std::byte* const from = rank == lane_.rank ? data.data() : contribution(number, rank, header, data.size());
-    if (from == nullptr) return false;
-    in[static_cast<std::size_t>(count++)] = from;
+    const std::byte* begin = rank == lane_.rank ? own : nullptr;
+    if (begin == nullptr) begin = contribution(lane_.number_of(word), rank, header, bytes);
+    if (begin == nullptr) return false;
+    in[static_cast<std::size_t>(count++)] = begin + from;
   }
   alignas(16) std::byte beside[kBeside];
-  std::byte* const out = data.size() <= kBeside ? beside : data.data();
-  aiocomms::reduce(how, out, in.data(), count, data.size() / size_of(how.dtype));
+  std::byte* const to = out.size() <= kBeside ? beside : out.data();
+  aiocomms::reduce(how, to, in.data(), count, out.size() / size_of(how.dtype));
   if (!unchanged(word)) return false;
-  if (out == beside) std::memcpy(data.data(), out, data.size());
+  if (to == beside && !out.empty()) std::memcpy(out.data(), to, out.size());
   return true;
 }
 
@@ -112,19 +113,6 @@ bool Rounds::copy(std::uint64_t word, std::string_view header, std::size_t bytes
     const std::byte* const data = lane_.area(lane_.number_of(word), part.rank) + kHead;
     if (part.count != 0) std::memcpy(part.to, data + part.from, part.count);
   }
-  return unchanged(word);
-}
-
-bool Rounds::reduce_part(std::uint64_t word, std::string_view header, const Reduction& how, std::size_t bytes,
-                         std::size_t from, std::span<std::byte> out) {
-  if (!same(word, header, bytes)) return false;
-  std::array<const void*, kMostRanks> in;
-  int count = 0;
-  for (std::size_t rank = 0; rank < lane_.size; ++rank) {
-    if (word >> rank & 1)
-      in[static_cast<std::size_t>(count++)] = lane_.area(lane_.number_of(word), rank) + kHead + from;
-  }
-  aiocomms::reduce(how, out.data(), in.data(), count, out.size() / size_of(how.dtype));
   return unchanged(word);
 }
 

@@ -50,9 +50,11 @@ class Rounds {
   bool awaited(std::uint64_t word) const {
     return words_.load(lane_.sleepers + lane_.word_of(lane_.number_of(word))) & bits_of(word);
   }
-  // Reduces the contributions of a decided round, in the order of ranks, into this rank's own contribution. False: some
-  // rank has called something else, or a later round uses the areas. `data` may then hold anything.
-  bool reduce(std::uint64_t word, std::string_view header, const Reduction& how, std::span<std::byte> data);
+  // Reduces the bytes from `from` on of the contributions of a decided round, in the order of ranks. The contributions
+  // have `bytes` bytes each. False: some rank has called something else, or a later round uses the areas. `out` may
+  // then hold anything. own: this rank's contribution, which may be `out`. Null: it is read from the area.
+  bool reduce(std::uint64_t word, std::string_view header, const Reduction& how, std::size_t bytes, std::size_t from,
+              std::span<std::byte> out, const std::byte* own);
   // A copy from a rank's contribution: from its byte `from` on, `count` bytes.
   struct Part {
     std::size_t rank;
@@ -61,9 +63,6 @@ class Rounds {
   };
   // Copies from contributions of `bytes` bytes each. False: as for reduce().
   bool copy(std::uint64_t word, std::string_view header, std::size_t bytes, std::span<const Part> parts);
-  // Reduces the bytes from `from` on of all contributions, which have `bytes` bytes each, into `out`. False: see above.
-  bool reduce_part(std::uint64_t word, std::string_view header, const Reduction& how, std::size_t bytes,
-                   std::size_t from, std::span<std::byte> out);
   // Whether all ranks of a decided round have made the same call.
   bool same(std::uint64_t word, std::string_view header, std::size_t bytes);
   // Sets the number that identifies a rank. The headers of its contributions begin with it.
