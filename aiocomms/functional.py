@@ -203,7 +203,7 @@ def _new(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tens
 
 def _dense(name: str, given: Any) -> Tensor:
     tensor = as_tensor(name, given, write=False)
-    checks.is_tensor(name, tensor)
+    checks.has_elements(name, tensor)
     dense: Tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return dense
 

@@ -141,11 +141,8 @@ def _unreadable(name: str, tensor: object, device: torch.device) -> ArgumentErro
             f"{name} is a {type(tensor).__module__}.{type(tensor).__name__}, wanted a plain torch.Tensor: "
             "a tensor subclass may not own the memory it shows"
         )
-    if (kind := stands_for_others(tensor)) is not None:
-        return ArgumentError(f"{name} is {kind}, wanted one with memory of its own: call the op outside")
-    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_mkldnn:
-        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        return ArgumentError(f"{name} is a {kind} tensor, wanted a dense one (layout torch.strided)")
+    if (error := _without_elements(name, tensor)) is not None:
+        return error
     if tensor.dtype not in DTYPES:
         return ArgumentError(f"{name} has dtype {tensor.dtype}, wanted one of {', '.join(sorted(map(str, DTYPES)))}")
     if tensor.device != device:
@@ -161,6 +158,25 @@ def _unreadable(name: str, tensor: object, device: torch.device) -> ArgumentErro
         return ArgumentError(f"{name} is a lazy conjugate or negative view; give {name}.resolve_conj().resolve_neg()")
     tangent, freed = "a tangent of forward-mode AD; give its primal", "no memory: its storage was freed or resized"
     return ArgumentError(f"{name} ({describe(tensor)}) has {tangent if tensor.data_ptr() else freed}")
+
+
+def _without_elements(name: str, tensor: torch.Tensor) -> ArgumentError | None:
+    if (kind := stands_for_others(tensor)) is not None:
+        return ArgumentError(f"{name} is {kind}, wanted one with memory of its own: call the op outside")
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_mkldnn:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        return ArgumentError(f"{name} is a {kind} tensor, wanted a dense one (layout torch.strided)")
+    return None
+
+
+def has_elements(name: str, tensor: object) -> None:
+    """Check that a value is a tensor of which each element has a place in memory.
+
+    :raises ArgumentError: the tensor is sparse or nested, or only wraps other tensors.
+    """
+    is_tensor(name, tensor)
+    if isinstance(tensor, torch.Tensor) and (error := _without_elements(name, tensor)) is not None:
+        raise error
 
 
 def same(name: str, got: torch.Tensor, like_name: str, like: torch.Tensor, *, shape: bool = True) -> None:

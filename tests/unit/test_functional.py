@@ -116,6 +116,8 @@ def test_wrong_arguments_of_functional_forms_send_nothing():
             one = world[0]
             for call, name in (
                 (lambda: functional.all_reduce([1.0], group=one), "tensor"),
+                (lambda: functional.all_reduce(torch.eye(2).to_sparse(), group=one), "sparse_coo tensor, wanted"),
+                (lambda: torch.func.vmap(functional.all_reduce)(torch.eye(2), group=one), "vmap.*call the op outside"),
                 (lambda: functional.all_reduce(torch.ones(2), "median", one), "op"),
                 (lambda: ReduceOp("median"), "kind is 'median', wanted one of 'sum', "),
                 (lambda: ReduceOp.PREMUL_SUM(10**400), "factor is 1000.*, wanted a number that a float can hold"),
