@@ -18,7 +18,7 @@ class Send(Op, frozen=True, eq=False):
     transport pairs them in the order in which they were posted.
 
     :param tag: a signed 64-bit integer. Tags in the user's messages have only 32 bits.
-    :param channel: the number of the channel, 0 to 8. Each channel is for messages of one purpose.
+    :param channel: the number of the channel, 0 to 15. Each channel is for messages of one purpose.
     """
 
     name = kind = "send"
