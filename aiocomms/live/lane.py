@@ -326,7 +326,7 @@ class LiveLane(Handle):
         finally:
             self._busy = False
             self._start_queue()
-            self._permit_native()
+            self._arm_native()
 
     def _start_queue(self) -> None:
         if self._queue and not self._busy:
@@ -339,12 +339,12 @@ class LiveLane(Handle):
                 await self._queue.popleft().run(self._rounds)
         finally:
             self._busy = False
-            self._permit_native()
+            self._arm_native()
 
-    def _permit_native(self) -> None:
-        """Permit native code to make the next call, if no earlier call is pending."""
+    def _arm_native(self) -> None:
+        """Let native code make the next call, if no earlier call is pending."""
         if not self._busy:
-            self._rounds.permit_native()
+            self._rounds.arm_native()
 
     def release_native(self) -> None:
         """Release the native code, because the group is closed."""

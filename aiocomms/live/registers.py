@@ -41,10 +41,10 @@ class Shortcut(Protocol):
         """
 
     def arm(self, number: int, /) -> None:
-        """Permit :meth:`call` to take part in the round with this number and in the following rounds."""
+        """Let :meth:`call` take part in the round with this number, and then in the following rounds."""
 
     def disarm(self) -> int:
-        """End the permission of :meth:`arm`. Return the number of the rank's next round; 0 without a permission."""
+        """Undo :meth:`arm`. Return the number of the rank's next round; 0 if the code was not armed."""
 
     def call(self, kind: str, given: object, op: object, timeout: object, /) -> Any:
         """Contribute tensors to the rank's next round, as :meth:`arrive` does, and make the result of the collective.
@@ -56,8 +56,8 @@ class Shortcut(Protocol):
         :param op: the operator as the program passed it, or None.
         :param timeout: the timeout as the program passed it.
         :returns: a :class:`~aiocomms.live.lane.Partial` if the native code has contributed and made the result. The
-            round's word if the native code has contributed, but has made no result; this ends the permission of
-            :meth:`arm`. None if the native code has not contributed.
+            round's word if the native code has contributed, but has made no result; then the code is disarmed. None if
+            the native code has not contributed.
         """
 
     def finish(self, word: int, tensor: object, op: object, /) -> bool:

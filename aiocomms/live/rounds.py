@@ -117,7 +117,7 @@ class Rounds:
         self._next: int | None = None
         """The number of this rank's next round; None if this rank's next call joins the round that is then open.
 
-        While :attr:`call` is permitted, the native code has this number, and the value is None.
+        While the native code is armed, it has this number, and the value is None.
         """
         self._was_in = False
         """True if it is certain that this rank contributed to its last round.
@@ -127,14 +127,14 @@ class Rounds:
         self._holders: dict[int, int] = {}
         """The number of the process that made each rank's last contribution."""
 
-    def permit_native(self) -> None:
-        """Permit :attr:`call` to take part in the next rounds, if the other ranks wait for this rank."""
+    def arm_native(self) -> None:
+        """Let :attr:`call` take part in the next rounds, if the other ranks wait for this rank."""
         if self._shortcut is not None and self._was_in and self._next is not None:
             number, self._next, self._was_in = self._next, None, False
             self._shortcut.arm(number)
 
     def learn(self, native: NativeCall, header: bytes) -> None:
-        """Store a call and its header, so that :meth:`call` can make the call. The tensors are as they were checked."""
+        """Store a call and its header, so that :attr:`call` can make the call. The tensors are as they were checked."""
         if self._shortcut is not None:
             how = native.operator
             self._shortcut.know_call(native.kind, native.given, native.op, how.kind, how.factor, self._prefix + header)
@@ -188,8 +188,8 @@ class Rounds:
             round_ = self._round(0, word)
             self._next = round_.number + 1
             return round_.number, round_
-        if self._shortcut is not None and (permitted := self._shortcut.disarm()):
-            self._next, self._was_in = permitted, True
+        if self._shortcut is not None and (armed := self._shortcut.disarm()):
+            self._next, self._was_in = armed, True
         number = self._next
         if self._was_in and number is not None and self._shortcut is not None:
             places = [(part.data_ptr(), part.nbytes) for part in parts]
