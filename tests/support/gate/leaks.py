@@ -7,6 +7,7 @@ and by the oracle of the fault tests. Libraries keep some of these for later tes
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-OF_OTHERS = ("/dev/", "/proc/", "/sys/", sys.prefix)
+OF_OTHERS = ("/dev/", "/proc/", "/sys/", os.path.realpath(sys.prefix))
 """The places of files that libraries open for good."""
 PATIENCE = 10.0
 """Seconds in which what is written in the background must be closed."""
