@@ -482,7 +482,7 @@ async def rank(r):
                     call()
                     raise AssertionError
                 except aiocomms.errors.CommClosedError as error:
-                    assert f"the communicator was created in process {os.getppid()}, and cannot be" in str(error)
+                    assert f"the communicator was created in process {os.getppid()} and cannot be" in str(error)
             comm.abort("no")
             await comm.aclose()
             assert comm.closed
