@@ -166,7 +166,7 @@ def seconds(name: str, value: float | timedelta) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise wrong_type(name, value, "seconds as a number, or a timedelta")
     if not 0 < value <= TIMEOUT_MAX:
-        raise ArgumentError(f"{name} is {value}, wanted seconds: 0 < {name} <= {TIMEOUT_MAX:.0f}")
+        raise ArgumentError(f"{name} is {short(value)}, wanted seconds: 0 < {name} <= {TIMEOUT_MAX:.0f}")
     return float(value)
 
 

@@ -77,24 +77,34 @@ class QueuedCall:
 
     :param parts: the tensors of the contribution, as byte tensors. If the task is cancelled, copies replace these
         tensors.
+    :param begun: the round to which :meth:`Rounds.at_once` has contributed.
     """
 
-    def __init__(self, header: bytes, parts: list[Tensor], ends: float, use: Use[Any], native: NativeCall) -> None:
+    def __init__(
+        self, header: bytes, parts: list[Tensor], ends: float, use: Use[Any], native: NativeCall, begun: Round | None
+    ) -> None:
         self.parts, self.ends = parts, ends
-        self._header, self._use, self._native = header, use, native
+        self._header, self._use, self._native, self._begun = header, use, native, begun
         self._abandoned = False
-        self._begun, self._ended = anyio.Event(), anyio.Event()
+        self._started, self._ended = anyio.Event(), anyio.Event()
         self._result: tuple[Any, Round] | None = None
         self._error: Exception | None = None
 
     async def run(self, rounds: Rounds) -> None:
         """Take part in the next round (one collective)."""
-        self._begun.set()
+        self._started.set()
         try:
-            self._result = await rounds.take_part(self._header, self.parts, self.ends, self._used, self._native)
+            self._result = await rounds.take_part(
+                self._header, self.parts, self.ends, self._used, self._native, self._begun
+            )
+        except anyio.get_cancelled_exc_class():  # The group is closed.
+            raise
         except Exception as error:
             # The error refers to this frame, and so to this object, until a caller takes the error.
             self._error = None if self._abandoned else error
+        except BaseException as error:
+            self._error = CommError(f"{type(error).__name__} has interrupted the call")
+            raise
         finally:
             self._ended.set()
 
@@ -103,7 +113,7 @@ class QueuedCall:
 
     def close(self) -> None:
         """Fail this call, because the group is closed before the call has contributed."""
-        self._begun.set()
+        self._started.set()
         self._ended.set()
 
     async def ended(self, rounds: Rounds) -> tuple[Any, Round]:
@@ -123,8 +133,8 @@ class QueuedCall:
     async def _awaited(self, rounds: Rounds) -> None:
         try:
             with anyio.move_on_after(self.ends - clock.now()):
-                await self._begun.wait()
-            if not self._begun.is_set():
+                await self._started.wait()
+            if not self._started.is_set():
                 raise CommTimeoutError("the deadline has passed, and the lane's earlier calls have not ended")
             await self._ended.wait()
         except BaseException as error:
@@ -314,10 +324,14 @@ class LiveLane(Handle):
 
         The cancellation of the caller does not affect the background task.
         """
-        begun = None if self._busy else self._rounds.at_once(header, parts, native.word)
-        if begun is None:
-            call = QueuedCall(header, parts, ends, use, native)
-            self._queue.append(call)
+        waits = self._busy and native.word is None
+        begun = None if waits else self._rounds.at_once(header, parts, native.word)
+        if begun is None or self._busy:
+            call = QueuedCall(header, parts, ends, use, native, begun)
+            if begun is None:
+                self._queue.append(call)
+            else:  # A finalizer has called the lane since native code has contributed, and its call has not begun.
+                self._queue.appendleft(call)
             self._start_queue()
             return await call.ended(self._rounds)
         self._busy = True
@@ -329,7 +343,7 @@ class LiveLane(Handle):
             self._arm_native()
 
     def _start_queue(self) -> None:
-        if self._queue and not self._busy:
+        if self._queue and not self._busy and not self._place.closed:
             self._busy = True
             self._background.start(self._run_queue)
 
@@ -339,6 +353,7 @@ class LiveLane(Handle):
                 await self._queue.popleft().run(self._rounds)
         finally:
             self._busy = False
+            self._start_queue()
             self._arm_native()
 
     def _arm_native(self) -> None:
@@ -347,7 +362,7 @@ class LiveLane(Handle):
             self._rounds.arm_native()
 
     def release_native(self) -> None:
-        """Release the native code, because the group is closed."""
+        """Release the native code, which maps the group's memory. Later calls run in Python."""
         self._rounds.release_native()
 
     def close(self) -> None:

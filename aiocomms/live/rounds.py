@@ -146,7 +146,7 @@ class Rounds:
         ends: float,
         use: Use[T],
         native: NativeCall,
-        begun: tuple[int, Round] | None = None,
+        begun: Round | None = None,
     ) -> tuple[T, Round]:
         """Contribute to the next round, wait until it is decided, and use the contributions.
 
@@ -158,7 +158,7 @@ class Rounds:
             function ends, the result is discarded.
         :param native: the call's arguments. If native code can reduce the contributions into the call's tensor, ``use``
             is not called.
-        :param begun: the result of :meth:`at_once`, if :meth:`at_once` has contributed.
+        :param begun: the round to which :meth:`at_once` has contributed.
         :returns: the result, and the round.
         :raises LeftBehindError: the other ranks have completed this round and the next round. The next call of this
             rank joins the round that is then open.
@@ -177,8 +177,8 @@ class Rounds:
         self._was_in = bool(round_.bits & self._bit)
         return result, round_
 
-    def at_once(self, header: bytes, parts: Sequence[Tensor], word: int | None) -> tuple[int, Round] | None:
-        """Contribute to the next round through native code, and return the round's number and state.
+    def at_once(self, header: bytes, parts: Sequence[Tensor], word: int | None) -> Round | None:
+        """Contribute to the next round through native code, and return the round's state.
 
         If the native code cannot contribute, return None.
 
@@ -187,22 +187,27 @@ class Rounds:
         if word is not None:
             round_ = self._round(0, word)
             self._next = round_.number + 1
-            return round_.number, round_
-        if self._shortcut is not None and (armed := self._shortcut.disarm()):
-            self._next, self._was_in = armed, True
-        number = self._next
+            return round_
+        self._disarm()
+        places = [(part.data_ptr(), part.nbytes) for part in parts]
+        number = self._next  # Not before the list exists: its allocation may run a finalizer that calls the lane.
         if self._was_in and number is not None and self._shortcut is not None:
-            places = [(part.data_ptr(), part.nbytes) for part in parts]
             self._next, self._was_in = None, False  # A signal handler may raise as soon as the rank has contributed.
             held = self._shortcut.arrive(number, self._prefix + header, places)
             if held:
                 self._next = number + 1
-                return number, self._round(number, held)
+                return self._round(number, held)
             self._next, self._was_in = number, True
         return None
 
+    def _disarm(self) -> None:
+        """Take the number of the next round back from native code."""
+        if self._shortcut is not None and (number := self._shortcut.disarm()):
+            self._next, self._was_in = number, True
+
     def release_native(self) -> None:
-        """Release the native code, which maps the group's memory, because the group is closed."""
+        """Release the native code, which maps the group's memory. Later rounds run in Python."""
+        self._disarm()
         self._shortcut, self.call = None, _no_call
 
     async def written(self) -> None:
@@ -210,7 +215,7 @@ class Rounds:
         await self._registers.written([self._area(number, self._rank) for number in range(2)])
 
     async def _decided(
-        self, header: bytes, parts: Sequence[Tensor], ends: float, begun: tuple[int, Round] | None
+        self, header: bytes, parts: Sequence[Tensor], ends: float, begun: Round | None
     ) -> tuple[int, Round]:
         """Wait until the next round is decided, and return the round's number and state.
 
@@ -219,12 +224,10 @@ class Rounds:
         if begun is None:
             number = await self._come(header, parts, ends)
             return number, await self._end_of(number, ends)
-        number, round_ = begun
-        if round_.decided:
-            await self._registers.tell(self._register(number))
-        else:
-            round_ = await self._end_of(number, ends)
-        return number, round_
+        if not begun.decided:
+            return begun.number, await self._end_of(begun.number, ends)
+        await self._registers.tell(self._register(begun.number))
+        return begun.number, begun
 
     def _reduced(self, round_: Round, native: NativeCall) -> Any:
         """Reduce the contributions to an all_reduce into the tensor through native code, and return the tensor.
@@ -267,7 +270,7 @@ class Rounds:
             await self._announce(True)
         if (await self._held(number - 1))[0].number == number - 1:  # A cancelled call did not wait for its round.
             await self._end_of(number - 1, ends)
-        self._was_in = False
+        self._next, self._was_in = None, False  # A signal handler may raise as soon as the rank has contributed.
         arrived = await self._arrive(number, header, parts)
         self._next = number + 1
         if arrived and not known:
@@ -294,6 +297,8 @@ class Rounds:
     async def _announce(self, comes: bool) -> None:
         """Set or clear the bit that makes the next round wait for this rank."""
         await set_bit(self._registers, self._coming, self._bit, comes)
+        if comes:  # This rank's last call may have ended between its decision of a round and tell().
+            await self._registers.tell(None)
 
     async def _open(self, number: int) -> None:
         """Write a round's number to the round's register, if the register contains a lower number.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 from collections.abc import AsyncIterator
 from typing import Any
@@ -15,11 +16,12 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 import aiocomms
-from aiocomms import ReduceOp
-from aiocomms.errors import ArgumentError, CommClosedError, MismatchError
+from aiocomms import ReduceOp, arguments
+from aiocomms.errors import ArgumentError, CommClosedError, CommError, MismatchError
 from aiocomms.live.lane import LiveLane, Partial
 from aiocomms.live.rounds import BEGIN
 from aiocomms.live.shared import _sleepers
+from aiocomms.ops import buffers
 from aiocomms.ops.reductions import SUPPORTED
 
 pytestmark = pytest.mark.deterministic
@@ -289,7 +291,7 @@ async def test_call_beside_the_end_of_the_group_contributes_nothing():
     await other.aclose()
 
 
-@pytest.mark.parametrize("timeout", [-1, 0, "5", 10**400, True, float("nan")])
+@pytest.mark.parametrize("timeout", [-1, 0, "5", 10**400, 10**5000, True, float("nan")], ids=lambda it: hex(hash(it)))
 @pytest.mark.asyncio
 async def test_native_code_leaves_bad_timeouts_to_python(timeout):
     async with lanes(1) as (lane,):
@@ -298,3 +300,138 @@ async def test_native_code_leaves_bad_timeouts_to_python(timeout):
         with pytest.raises(ArgumentError, match="timeout"):
             await lane.barrier(timeout=timeout)
         assert (await lane.barrier()).number == 2
+
+
+def spoilt(tensor: Tensor) -> Tensor:
+    """Make a tensor that has half of the memory, as a mode of torch may."""
+    return torch.zeros(tensor.numel() // 2, dtype=tensor.dtype)
+
+
+@pytest.mark.parametrize("wrong", [spoilt, lambda tensor: torch.zeros(tensor.shape, dtype=torch.int8)])
+@pytest.mark.asyncio
+async def test_result_of_another_size_or_dtype_is_not_written(wrong, monkeypatch):
+    like = buffers.like
+    ways = [like]
+    monkeypatch.setattr(buffers, "like", lambda tensor: ways[0](tensor))
+    async with lanes(1) as (lane,):
+        monkeypatch.setattr(buffers, "like", like)
+        tensor = torch.arange(1000.0)
+        for way in (like, like, wrong, like):
+            ways[0] = way
+            assert (await lane.broadcast(tensor)).value.equal(tensor)
+
+
+@pytest.mark.parametrize("shape", [(1,), (2,)], ids=["known", "new"])
+@pytest.mark.asyncio
+async def test_call_of_code_that_native_code_runs_comes_first(shape, monkeypatch):
+    like, inner = buffers.like, []
+
+    def reenter(tensor: Tensor) -> Tensor:
+        if len(calls) == 2 and not inner:
+            inner.append(None)
+            inner[0] = at_once(lane.all_gather(torch.full(shape, 100)))
+        return like(tensor)
+
+    monkeypatch.setattr(buffers, "like", reenter)
+    async with lanes(1) as (lane,):
+        calls = []
+        for number in range(4):
+            calls += [await lane.all_gather(torch.tensor([number]))]
+        assert (inner[0].number, inner[0].value[0].tolist()) == (2, [100] * shape[0])
+        assert [it.number for it in calls] == [0, 1, 3, 4]
+        assert [it.value[0].item() for it in calls] == [0, 1, 2, 3]
+
+
+@pytest.mark.asyncio
+async def test_no_finalizer_runs_while_native_code_has_no_number():
+    numbers, before = [], gc.get_threshold()
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            numbers.append(lane._rounds._shortcut.disarm())
+            lane._rounds._shortcut.arm(numbers[-1])
+
+    async with lanes(1) as (lane,):
+        tensor = torch.ones(1)
+        for _ in range(2):
+            await lane.all_gather(tensor)
+        for threshold in range(1, 20):
+            gc.collect()
+            Garbage()
+            gc.set_threshold(threshold, 1000, 1000)
+            try:
+                lane._rounds.call("all_gather", tensor, None, 5)
+            finally:
+                gc.set_threshold(*before)
+        gc.collect()
+        assert len(numbers) == 19
+        assert 0 not in numbers
+
+
+@pytest.mark.asyncio
+async def test_call_amid_one_that_has_contributed_comes_after_it(monkeypatch):
+    async with lanes(2) as (first, second):
+        for number in range(4):
+            await asyncio.gather(*(it.all_gather(torch.tensor([number])) for it in (first, second)))
+        amid = first.all_gather(torch.tensor([777]), timeout=None)
+        deadline, once = arguments.op_deadline, itertools.count()
+
+        def reenter(*given: Any) -> float:
+            if not next(once):
+                amid.send(None)
+            return deadline(*given)
+
+        async def others() -> list[tuple[int, int]]:
+            found = [await second.all_gather(torch.tensor([10 + n])) for n in range(2)]
+            return [(it.number, it.value[0].item()) for it in found]
+
+        monkeypatch.setattr(arguments, "op_deadline", reenter)
+        found = asyncio.create_task(others())
+        assert (await first.all_gather(torch.tensor([5]))).value[0].item() == 5
+        assert await found == [(4, 5), (5, 777)]
+        amid.close()
+
+
+class Interruption(BaseException):
+    """What a signal handler raises. asyncio passes a KeyboardInterrupt on to whoever runs the loop."""
+
+
+@pytest.mark.asyncio
+async def test_interrupted_contribution_in_python_is_not_made_again(monkeypatch):
+    async with lanes(2) as (first, second):
+        for it in (first, second):
+            kept_from_native(it)
+        for number in range(3):
+            await asyncio.gather(*(it.all_gather(torch.tensor([number])) for it in (first, second)))
+        arrive = first._rounds._arrive
+
+        async def interrupt(*given: Any) -> bool:
+            monkeypatch.setattr(first._rounds, "_arrive", arrive)
+            await arrive(*given)
+            raise Interruption
+
+        monkeypatch.setattr(first._rounds, "_arrive", interrupt)
+        with pytest.raises(CommError, match="Interruption has interrupted the call"):
+            await first.all_gather(torch.tensor([5]))
+        later = asyncio.create_task(first.all_gather(torch.tensor([6])))
+        found = [await second.all_gather(torch.tensor([10 + n])) for n in range(2)]
+        assert [it.value[0].item() for it in found] == [5, 6]
+        assert (await later).number == found[1].number == 4
+
+
+@pytest.mark.asyncio
+async def test_rank_that_sleeps_is_woken_after_an_interruption(monkeypatch):
+    async with lanes(2) as (first, second):
+        for _ in range(3):
+            await asyncio.gather(first.barrier(), second.barrier())
+        sleeps = asyncio.create_task(second.barrier(timeout=None))
+        await turns()
+        interrupted(monkeypatch, first)
+        with pytest.raises(KeyboardInterrupt):
+            at_once(first.barrier())
+        later = asyncio.create_task(first.barrier(timeout=None))
+        assert (await sleeps).number == 3
+        assert (await second.barrier()) == (await later)

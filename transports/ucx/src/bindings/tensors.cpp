@@ -10,6 +10,8 @@
 #include <optional>
 #include <stdexcept>
 
+#include "bindings/uncollected.hpp"
+
 namespace nb = nanobind;
 
 namespace aiocomms {
@@ -233,11 +235,10 @@ void note_write(nb::handle tensor) {
   if (torch().bump_version != nullptr && has_plain_keys(impl_of(tensor.ptr()))) {
     return torch().bump_version(reinterpret_cast<const std::byte*>(tensor.ptr()) + words.impl);
   }
-  const int collects = PyGC_Disable();
+  const Uncollected uncollected;
   const nb::object written = nb::steal(PyTuple_Pack(1, tensor.ptr()));
   PyObject* given = written.ptr();
   if (given == nullptr || !nb::steal(PyObject_Vectorcall(torch().increment_version, &given, 1, nullptr))) PyErr_Clear();
-  if (collects != 0) PyGC_Enable();
 }
 
 }  // namespace aiocomms

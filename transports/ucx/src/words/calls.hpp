@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "bindings/tensors.hpp"
+#include "bindings/uncollected.hpp"
 #include "bindings/unlocked.hpp"
 #include "words/rounds.hpp"
 
@@ -106,6 +107,7 @@ class Calls {
     };
     std::ranges::transform(*all, parts.begin(), bytes);
     const std::uint64_t number = disarm();
+    if (number == 0) return nanobind::none();  // The Python code has called the lane.
     const std::uint64_t word = arrive(number, known->header, std::span(parts).first(all->size()));
     if (word == 0) {
       arm(number);
@@ -113,7 +115,7 @@ class Calls {
     }
     try {
       if ((word & rounds_.lane().decided()) && !rounds_.awaited(word)) {
-        nanobind::object made = result(word, value_of(word, *known, *all, *outputs));
+        nanobind::object made = result(word, *known, *all, *outputs);
         if (fill(word, *known, *all, *outputs)) {
           arm(number + 1);
           return made;
@@ -218,7 +220,7 @@ class Calls {
     return found == known_.end() ? nullptr : *found;
   }
 
-  // New tensors for the result. Nothing: one of them is not certainly plain.
+  // New tensors for the result. Nothing: a mode of torch has made another tensor.
   std::optional<Tensors> outputs_of(Collective kind, const Tensors& all) const {
     const std::size_t rank = rounds_.lane().rank, size = rounds_.lane().size;
     switch (kind) {
@@ -226,24 +228,24 @@ class Calls {
       case Collective::kBarrier:
         return Tensors{};
       case Collective::kBroadcast:
-        return outputs(all[0].tensor, 1);
+        return outputs(all[0], 1);
       case Collective::kReduceScatter:
-        return outputs(all[rank].tensor, 1);
+        return outputs(all[rank], 1);
       case Collective::kAllGather:
-        return outputs(all[0].tensor, size);
+        return outputs(all[0], size);
       case Collective::kAllToAll:
-        return outputs(all[rank].tensor, size);
+        return outputs(all[rank], size);
     }
     return {};
   }
 
-  std::optional<Tensors> outputs(const nanobind::object& like, std::size_t count) const {
+  std::optional<Tensors> outputs(const Seen& like, std::size_t count) const {
     Tensors made;
     made.reserve(count);
     while (made.size() < count) {
-      nanobind::object tensor = objects_.like(like);
+      nanobind::object tensor = objects_.like(like.tensor);
       const std::optional<View> view = plain_view(tensor, false);
-      if (!view) return {};
+      if (!view || view->dtype != like.view.dtype || view->count != like.view.count) return {};
       made.push_back({std::move(tensor), *view});
     }
     return made;
@@ -312,7 +314,9 @@ class Calls {
     return each;
   }
 
-  nanobind::object result(std::uint64_t word, const nanobind::object& value) {
+  nanobind::object result(std::uint64_t word, const KnownCall& known, const Tensors& all, const Tensors& outputs) {
+    const Uncollected uncollected;  // A finalizer could call the lane, which is not armed now.
+    const nanobind::object value = value_of(word, known, all, outputs);
     const std::uint64_t bits = rounds_.bits_of(word);
     if (bits != bits_ || !ranks_) {
       nanobind::list ranks;
