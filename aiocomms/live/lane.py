@@ -97,6 +97,8 @@ class QueuedCall:
             self._result = await rounds.take_part(
                 self._header, self.parts, self.ends, self._used, self._native, self._begun
             )
+        except GeneratorExit:  # The loop has ended, so there is no class of cancellations.
+            raise
         except anyio.get_cancelled_exc_class():  # The group is closed.
             raise
         except Exception as error:

@@ -291,7 +291,11 @@ async def test_call_beside_the_end_of_the_group_contributes_nothing():
     await other.aclose()
 
 
-@pytest.mark.parametrize("timeout", [-1, 0, "5", 10**400, 10**5000, True, float("nan")], ids=lambda it: hex(hash(it)))
+@pytest.mark.parametrize(
+    "timeout",
+    [-1, 0, "5", 10**400, 10**5000, True, float("nan")],
+    ids=["negative", "zero", "text", "large", "huge", "bool", "nan"],
+)
 @pytest.mark.asyncio
 async def test_native_code_leaves_bad_timeouts_to_python(timeout):
     async with lanes(1) as (lane,):
