@@ -38,8 +38,8 @@ TABLES = {"misfits"}  # functions that are one table, with a line for each case
 NAMES = {entry.name for entry in entry_points(group="aiocomms.transports")} | {root.parent.name for root in TRANSPORTS}
 WORDS = (NAMES | {"ucx", "nccl", "gloo"}) - {"local", "net"}  # these are words of their own
 BINDINGS = ROOT / "transports" / "ucx" / "src" / "bindings"
-OF_BOTH_PATHS = {"bindings", "calls", "kept", "tensors", "unlocked"}
-"""The bindings that Python code uses, too: the engine's methods, the views of tensors, and the kept memory."""
+OF_BOTH_PATHS = {"bindings", "calls", "kept", "tensors", "uncollected", "unlocked"}
+"""The bindings that Python code uses, too: the engine's methods, the views of tensors, the kept memory, and guards."""
 POLICY_LINES = 1_400
 OF_TORCH = {"c10d", "nccl", "gloo"}
 """The names that torch.distributed has too, which its backend speaks of."""

@@ -400,7 +400,7 @@ async def test_call_amid_one_that_has_contributed_comes_after_it(monkeypatch):
 
 
 class Interruption(BaseException):
-    """What a signal handler raises. asyncio passes a KeyboardInterrupt on to whoever runs the loop."""
+    """The exception of a signal handler. A KeyboardInterrupt would end the event loop."""
 
 
 @pytest.mark.asyncio
