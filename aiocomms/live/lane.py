@@ -340,9 +340,7 @@ class LiveLane(Handle):
         try:
             return await self._rounds.take_part(header, parts, ends, use, native, begun)
         finally:
-            self._busy = False
-            self._start_queue()
-            self._arm_native()
+            self._release()
 
     def _start_queue(self) -> None:
         if self._queue and not self._busy and not self._place.closed:
@@ -354,12 +352,12 @@ class LiveLane(Handle):
             while self._queue:
                 await self._queue.popleft().run(self._rounds)
         finally:
-            self._busy = False
-            self._start_queue()
-            self._arm_native()
+            self._release()
 
-    def _arm_native(self) -> None:
-        """Let native code make the next call, if no earlier call is pending."""
+    def _release(self) -> None:
+        """Start the queued calls. If there are none, let native code make the next call."""
+        self._busy = False
+        self._start_queue()
         if not self._busy:
             self._rounds.arm_native()
 

@@ -166,10 +166,10 @@ class Rounds:
         """
         try:
             header = self._prefix + header
-            number, round_ = await self._decided(header, parts, ends, begun)
+            round_ = await self._decided(header, parts, ends, begun)
             result = self._reduced(round_, native)
             if result is None:
-                result = await self._used(number, round_, use)
+                result = await self._used(round_, use)
         except LeftBehindError:
             self._next = None
             await self._announce(True)
@@ -214,20 +214,17 @@ class Rounds:
         """Wait until this rank's pending writes no longer read the contributed tensors."""
         await self._registers.written([self._area(number, self._rank) for number in range(2)])
 
-    async def _decided(
-        self, header: bytes, parts: Sequence[Tensor], ends: float, begun: Round | None
-    ) -> tuple[int, Round]:
-        """Wait until the next round is decided, and return the round's number and state.
+    async def _decided(self, header: bytes, parts: Sequence[Tensor], ends: float, begun: Round | None) -> Round:
+        """Wait until the next round is decided, and return the round's state.
 
         If :meth:`at_once` has not contributed to the round, contribute first.
         """
         if begun is None:
-            number = await self._come(header, parts, ends)
-            return number, await self._end_of(number, ends)
+            return await self._end_of(await self._come(header, parts, ends), ends)
         if not begun.decided:
-            return begun.number, await self._end_of(begun.number, ends)
+            return await self._end_of(begun.number, ends)
         await self._registers.tell(self._register(begun.number))
-        return begun.number, begun
+        return begun
 
     def _reduced(self, round_: Round, native: NativeCall) -> Any:
         """Reduce the contributions to an all_reduce into the tensor through native code, and return the tensor.
@@ -238,8 +235,8 @@ class Rounds:
             return None
         return native.given if self._shortcut.finish(round_.word, native.given, native.op) else None
 
-    async def _used(self, number: int, round_: Round, use: Use[T]) -> T:
-        given = {}
+    async def _used(self, round_: Round, use: Use[T]) -> T:
+        given, number = {}, round_.number
         for rank in round_.ranks:
             given[rank] = await self._registers.read(self._area(number, rank))
         holders = {rank: int.from_bytes(header[:_HOLDER], "little") for rank, (header, _) in given.items()}

@@ -169,13 +169,13 @@ def _without_elements(name: str, tensor: torch.Tensor) -> ArgumentError | None:
     return None
 
 
-def has_elements(name: str, tensor: object) -> None:
+def has_elements(name: str, tensor: torch.Tensor) -> None:
     """Check that a value is a tensor of which each element has a place in memory.
 
     :raises ArgumentError: the tensor is sparse or nested, or only wraps other tensors.
     """
     is_tensor(name, tensor)
-    if isinstance(tensor, torch.Tensor) and (error := _without_elements(name, tensor)) is not None:
+    if (error := _without_elements(name, tensor)) is not None:
         raise error
 
 
