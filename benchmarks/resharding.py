@@ -10,8 +10,8 @@ The ways take turns, round by round, on memory that has been touched before.
 
 Then the target answers requests, at 80 % of what it can: in turn alone, while the source moves a version each second,
 and while the source ranks make that plain copy each second. A request is a step with the weights: a product with a
-layer of them, and an ``all_reduce`` of what it comes to. Requests come at random times, as they do from clients, and
-their latency counts from then on. What the target can is what it does while requests always wait.
+layer of them in a thread, and an ``all_reduce`` of what it comes to. Requests come at random times, as they do from
+clients, and their latency counts from then on. What the target can is what it does while requests always wait.
 
 Run it with ``python -m benchmarks.resharding [--mib N] [--rounds N] [--apart]``.
 """
@@ -151,10 +151,12 @@ class Rank:
     async def answer(self, last: bool) -> bool:
         """Answer a request on both ranks of the target; return whether it is the last one."""
         async with self.target.step() as weights:
-            part = weights["layer 0"]
-            y = (self.x @ part).sum().view(1)
+            y = await asyncio.to_thread(self._product, weights["layer 0"])
             told = await self.comm.all_reduce(torch.cat([y, torch.tensor([float(last)])]))
         return bool(told[1])
+
+    def _product(self, part: torch.Tensor) -> torch.Tensor:
+        return (self.x @ part).sum().view(1)
 
     async def serve(self, seconds: float, rate: float) -> list[float]:
         """Answer for some seconds; return latencies.

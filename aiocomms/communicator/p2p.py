@@ -15,6 +15,7 @@ from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import Message, Received, TensorLike
 from aiocomms.ops._arrivals import Source, sources_of
 from aiocomms.ops.arrays import checked
+from aiocomms.ops.reductions import ReduceOp
 from aiocomms.progress.work import Work
 
 Given = TypeVar("Given", bound=TensorLike)
@@ -150,7 +151,9 @@ class PointToPoint(Issuer):
         return self._issue(ops.ProbeAny(sources_of(src, self, self.device), tag), hints, timeout)
 
     def batch(self) -> Batch:
-        """Make a batch of sends and receives that start together, so that their order cannot cause a deadlock.
+        """Make a batch of messages, or of collectives, that start together.
+
+        The order of a batch's messages cannot cause a deadlock. ``nccl`` starts a batch of collectives as one group.
 
         :returns: an empty batch.
         """
@@ -158,11 +161,14 @@ class PointToPoint(Issuer):
 
 
 class Batch(Handle):
-    """A group of sends and receives that start together: ``comm.batch().send(x, 1).recv(y, 1).issue()``."""
+    """A group of operations that start together: ``comm.batch().send(x, 1).recv(y, 1).issue()``.
+
+    A batch contains either messages or collectives. All ranks must add the same collectives in the same order.
+    """
 
     def __init__(self, comm: PointToPoint) -> None:
         self._comm = comm
-        self._parts: list[ops.Send | ops.Recv] = []
+        self._parts: list[ops.Op] = []
 
     def send(self, tensor: TensorLike, dst: int, tag: int = 0) -> Self:
         """Add a send, with the arguments of :meth:`Communicator.send`.
@@ -178,29 +184,78 @@ class Batch(Handle):
         """
         return self._add(ops.Recv(tensor, src, tag))
 
+    def broadcast(self, tensor: TensorLike, root: int) -> Self:
+        """Add a broadcast, with the arguments of :meth:`Communicator.broadcast`.
+
+        :raises ArgumentError: an argument is wrong; nothing was added.
+        """
+        return self._add(ops.Broadcast(tensor, root))
+
+    def all_reduce(self, tensor: TensorLike, op: ReduceOp | str = ReduceOp.SUM) -> Self:
+        """Add an all_reduce, with the arguments of :meth:`Communicator.all_reduce`.
+
+        :raises ArgumentError: an argument is wrong; nothing was added.
+        :raises UnsupportedOperation: ``op`` is not defined for the dtype; nothing was added.
+        """
+        return self._add(ops.AllReduce(tensor, self._operator(op)))
+
+    def reduce(self, tensor: TensorLike, root: int, op: ReduceOp | str = ReduceOp.SUM) -> Self:
+        """Add a reduce, with the arguments of :meth:`Communicator.reduce`.
+
+        :raises ArgumentError: an argument is wrong; nothing was added.
+        :raises UnsupportedOperation: ``op`` is not defined for the dtype; nothing was added.
+        """
+        return self._add(ops.Reduce(tensor, root, self._operator(op)))
+
+    def all_gather_single(self, output: TensorLike, input: TensorLike) -> Self:
+        """Add an all_gather_single, with the arguments of :meth:`Communicator.all_gather_single`.
+
+        :raises ArgumentError: an argument is wrong; nothing was added.
+        """
+        return self._add(ops.AllGatherSingle(output, input))
+
+    def reduce_scatter_single(self, output: TensorLike, input: TensorLike, op: ReduceOp | str = ReduceOp.SUM) -> Self:
+        """Add a reduce_scatter_single, with the arguments of :meth:`Communicator.reduce_scatter_single`.
+
+        :raises ArgumentError: an argument is wrong; nothing was added.
+        :raises UnsupportedOperation: ``op`` is not defined for the dtype; nothing was added.
+        """
+        return self._add(ops.ReduceScatterSingle(output, input, self._operator(op)))
+
     def issue(self, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[list[Any]]:
-        """Start all sends and receives of the batch, which is empty afterwards.
+        """Start all operations of the batch, which is empty afterwards.
 
         If one message fails, the batch withdraws its unmatched receives. The work fails when all other messages of
-        the batch have ended.
+        the batch have ended. If one collective fails, the communicator is lost.
 
         :param hints: a mapping with advice to the transport, which ignores unknown keys.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: one work for the whole batch. The work's result is the list of the tensors, in the order in which
             they were added.
-        :raises ArgumentError: the batch is empty, or a receive of the batch shares memory with another message; nothing
-            was started.
+        :raises ArgumentError: the batch is empty, or two operations of the batch share memory that one of them writes;
+            nothing was started.
         """
         if not self._parts:
-            raise ArgumentError("the batch is empty, wanted at least one send or recv", op="batch")
-        work = self._comm._issue(ops.Batch(tuple(self._parts)), hints, timeout)
+            raise ArgumentError("the batch is empty, wanted at least one operation", op="batch")
+        parts: Any = tuple(self._parts)
+        batch = ops.Batch(parts) if self._parts[0].family == "p2p" else ops.CollectiveBatch(parts)
+        work = self._comm._issue(batch, hints, timeout)
         self._parts = []
         return work
 
-    def _add(self, part: ops.Send | ops.Recv) -> Self:
+    def _add(self, part: ops.Op) -> Self:
         try:
+            if self._parts and part.family != self._parts[0].family:
+                first = self._parts[0].name
+                raise ArgumentError(f"{part.name} follows {first} in a batch, wanted only messages or only collectives")
             checked(part, self._comm._core)
         except CommError as error:
             raise error.about(op="batch", rank=self._comm.rank) from None
         self._parts.append(part)
         return self
+
+    def _operator(self, op: object) -> ReduceOp:
+        try:
+            return ReduceOp.parse(op)
+        except ArgumentError as error:
+            raise error.about(op="batch", rank=self._comm.rank) from None

@@ -34,7 +34,7 @@ from aiocomms.errors import CommError
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.hosts import host_id
 from aiocomms.lowlevel.threads import copied
-from aiocomms.ops import STREAM, STREAM_DATA, USER, Batch, Op, WindowInfo, tensor_of
+from aiocomms.ops import STREAM, STREAM_DATA, USER, Batch, CollectiveBatch, Op, WindowInfo, tensor_of
 from aiocomms.progress.inflight import Flying, InFlight, LaneWork, StartedWork
 from aiocomms.transport.native import Ring
 
@@ -456,7 +456,7 @@ def _item(flying: Flying, task: str, where: str, number: int | None, streams: di
 
 def called(op: Op) -> str:
     """Return an op as reports show it, such as ``recv(src=1, tag=7)``; for a batch, the first few messages."""
-    if isinstance(op, Batch):
+    if isinstance(op, (Batch, CollectiveBatch)):
         more = ", ..." if len(op.parts) > SHOWN else ""
         return f"{', '.join(map(called, op.parts[:SHOWN]))}{more}"
     return str(Item(op.name, 0, "pending", _numbers_of(op), of=window_of(op)))

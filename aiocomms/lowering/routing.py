@@ -109,6 +109,9 @@ class Router(dict[type[ops.Op], Route]):
             return self.arrivals.call if self.carries_arrivals() else self._refuse
         lowers = cls in SCHEDULES and (cls in ops.RUNS or self._has_messages())
         fallback = self._lower if lowers else self._refuse
+        if cls is ops.CollectiveBatch and transport is not None:
+            post = transport.post if cls in transport.capabilities.ops else self._one_by_one
+            return _where_it_batches(transport.capabilities, post, fallback)
         if transport is None or cls not in transport.capabilities.ops:
             return fallback
         if cls in (ops.Send, ops.Recv, ops.Probe, ops.Take):
@@ -116,6 +119,10 @@ class Router(dict[type[ops.Op], Route]):
         if cls is ops.WindowClose:
             return self._without_waits(transport.post)
         return _where_it_reduces(cls, transport.capabilities, transport.post, fallback)
+
+    def _one_by_one(self, op: ops.CollectiveBatch, work: Completion) -> None:
+        """Start each collective of a batch."""
+        self._run(_together(op), op, work)
 
     def _without_waits(self, post: Route) -> Route:
         """Return the route of a window's close, which first withdraws this rank's waits for the window's signals."""
@@ -153,6 +160,8 @@ class Router(dict[type[ops.Op], Route]):
         fallback = self._lower_within if self._has_messages() else self._refuse_within
         if transport is None or cls not in transport.capabilities.lanes:
             return fallback
+        if cls is ops.CollectiveBatch:
+            return _where_it_batches(transport.capabilities, transport.post_in_lane, fallback)
         return _where_it_reduces(cls, transport.capabilities, transport.post_in_lane, fallback)
 
     def _lower_within(self, op: ops.Op, lane: int, work: LaneWork[Any]) -> None:
@@ -240,7 +249,29 @@ def _where_it_reduces(
         return post
 
     def reduce(op: Any, *rest: Any) -> float | None:
-        dtype = op.writes()[0][1].dtype
-        return (post if capabilities.reduces(op.op, dtype) else fallback)(op, *rest)
+        return (post if _reduces(capabilities, op) else fallback)(op, *rest)
 
     return reduce
+
+
+def _where_it_batches(
+    capabilities: Capabilities, post: Callable[..., float | None], fallback: Callable[..., float | None]
+) -> Callable[..., float | None]:
+    """Return a route that uses ``post`` if the transport supports all collectives of the batch, else ``fallback``."""
+
+    def batch(op: Any, *rest: Any) -> float | None:
+        native = all(type(part) in capabilities.ops and _reduces(capabilities, part) for part in op.parts)
+        return (post if native else fallback)(op, *rest)
+
+    return batch
+
+
+def _reduces(capabilities: Capabilities, op: Any) -> bool:
+    """Return whether a transport supports the op's operator and dtype, or the op has no operator."""
+    operator = getattr(op, "op", None)
+    return operator is None or capabilities.reduces(operator, op.writes()[0][1].dtype)
+
+
+def _together(op: ops.CollectiveBatch) -> Steps:
+    """Post all collectives of a batch in one step."""
+    yield list(op.parts)

@@ -70,6 +70,13 @@ def batch(g: Context, op: ops.Batch) -> Steps:
     yield list(op.parts)
 
 
+@schedule(ops.CollectiveBatch)
+def collective_batch(g: Context, op: ops.CollectiveBatch) -> Steps:
+    """Run the collectives one after the other."""
+    for part in op.parts:
+        yield from SCHEDULES[type(part)](g, part)
+
+
 @schedule(ops.PutV)
 def put_v(g: Context, op: ops.PutV) -> Steps:
     """Put each run of consecutive elements by a separate op."""

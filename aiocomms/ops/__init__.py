@@ -25,6 +25,7 @@ from aiocomms.ops._base import (
     size_of,
     tensor_of,
 )
+from aiocomms.ops._batch import CollectiveBatch
 from aiocomms.ops._moving import (
     AllGather,
     AllGatherSingle,
@@ -91,6 +92,8 @@ COLLECTIVES: frozenset[type[Op]] = frozenset(
 )
 SCANS: frozenset[type[Op]] = frozenset({Scan, Exscan})
 """The collectives that a transport may omit, because the core can implement these collectives by messages."""
+BATCHES: frozenset[type[Op]] = frozenset({CollectiveBatch})
+"""Batches of collectives. A transport may omit these ops, because the core can start the collectives one by one."""
 RMA: frozenset[type[Op]] = frozenset(
     {
         CompareSwap,
@@ -111,6 +114,7 @@ RUNS: frozenset[type[Op]] = frozenset({PutV, GetV})
 
 __all__ = [
     "ARRIVALS",
+    "BATCHES",
     "COLLECTIVE",
     "COLLECTIVES",
     "OBJECT",
@@ -135,6 +139,7 @@ __all__ = [
     "Barrier",
     "Batch",
     "Broadcast",
+    "CollectiveBatch",
     "CompareSwap",
     "Exscan",
     "Family",

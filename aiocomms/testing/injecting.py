@@ -343,6 +343,9 @@ def different(op: ops.Op, differs: Differs, size: int) -> ops.Op:
     :raises UnsupportedOperation: ``differs`` is ``"root"``, but the op has no root. Such an op is one of the messages
         of a collective.
     """
+    if isinstance(op, ops.CollectiveBatch):
+        *others, last = op.parts
+        return ops.CollectiveBatch((*others, different(last, differs, size)))
     fields = {name: getattr(op, name) for name in op.__struct_fields__}
     if differs == "root":
         if "root" not in fields:

@@ -279,6 +279,8 @@ class FakeNccl:
         self.comms: list[FakeComm] = []
         self.buffer = 0
         """The most bytes of a send that NCCL buffers. The real one does so with small sends, depending on the way."""
+        self.groups: list[int] = []
+        """The number of calls in each group."""
         self._shared: dict[bytes, Shared] = {}
         self._groups: PerThread[list[dict[tuple[FakeComm, FakeStream], list[Call]]]] = PerThread(list)
 
@@ -321,6 +323,7 @@ class FakeNccl:
             groups[-1].update(given)
             return
         for (comm, stream), calls in given.items():
+            self.groups.append(len(calls))
             stream.add(functools.partial(self._node, comm, calls))
 
     def give(self, comm: FakeComm, call: Call, stream: FakeStream) -> None:

@@ -58,6 +58,18 @@ DISAGREEMENTS: dict[str, tuple[Call, Call]] = {
         lambda c: c.reduce_scatter_single(some(c, 2), some(c, 2 * c.size)),
         lambda c: c.reduce_scatter_single(some(c, 3), some(c, 3 * c.size)),
     ),
+    "part of a batch": (
+        lambda c: c.batch().broadcast(some(c), 0).all_reduce(some(c)).issue(),
+        lambda c: c.batch().broadcast(some(c), 0).all_reduce(some(c), ReduceOp.MAX).issue(),
+    ),
+    "size within a batch": (
+        lambda c: c.batch().broadcast(some(c), 0).all_reduce(some(c, 6)).issue(),
+        lambda c: c.batch().broadcast(some(c), 0).all_reduce(some(c, 5)).issue(),
+    ),
+    "batch or one operation": (
+        lambda c: c.batch().all_reduce(some(c)).issue(),
+        lambda c: c.broadcast(some(c), 0),
+    ),
     "what is exchanged": (
         lambda c: c.all_to_all_v_single(some(c, 2 * c.size), some(c, 2 * c.size), [2] * c.size, [2] * c.size),
         lambda c: c.all_to_all_v_single(some(c, 3 * c.size), some(c, 3 * c.size), [3] * c.size, [3] * c.size),

@@ -9,6 +9,7 @@ ranks compare the described calls with their own calls.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
@@ -262,7 +263,10 @@ class OwnCall(msgspec.Struct):
     def text(self) -> str:
         """Return the text that describes the call to other ranks."""
         name, *rest = self.signature
-        return f"{name}({', '.join(map(str, rest))})"[:_TEXT]
+        text = f"{name}({', '.join(map(str, rest))})"
+        if len(text) <= _TEXT:
+            return text
+        return f"{text[: _TEXT - 12]}... {zlib.crc32(text.encode()):08x}"
 
 
 def own_call(op: Any, size: int) -> OwnCall:

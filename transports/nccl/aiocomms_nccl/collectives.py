@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aiocomms import ops
 from aiocomms.cuda import Cuda, Stream
-from aiocomms.errors import CommError
+from aiocomms.errors import CommError, UnsupportedOperation
 from aiocomms.lowlevel import buffers
 from aiocomms.transport import Rendezvous
 from aiocomms_nccl import nccl
@@ -37,6 +37,8 @@ CAPTURED: Final = (
     "await aiocomms.cuda.recorded()"
 )
 """The error message for the work of an op that a CUDA graph has captured."""
+_MOST_CALLS: Final = 2048
+"""The largest number of calls in one group of NCCL, by NCCL's documentation of ``ncclGroupEnd``."""
 NOTHING: Final = CallPlan([])
 """The plan of an op with nothing to do."""
 
@@ -331,9 +333,24 @@ def scatter(cs: CommStream, op: ops.Scatter) -> CallPlan:
     return CallPlan([*cs.copies(op.output, ins[cs.rank]), *sent])
 
 
+def batch(cs: CommStream, op: ops.CollectiveBatch) -> CallPlan:
+    """Plan one group of all calls of the batch's collectives.
+
+    :raises UnsupportedOperation: NCCL permits fewer calls in one group.
+    """
+    plans = [START[type(part)](cs, part) for part in op.parts]
+    calls = [call for plan in plans for call in plan.calls]
+    if len(calls) > _MOST_CALLS:
+        raise UnsupportedOperation(f"the batch needs {len(calls)} calls of NCCL, wanted at most {_MOST_CALLS}")
+    before = [kernel for plan in plans for kernel in plan.before]
+    after = [kernel for plan in plans for kernel in plan.after]
+    return CallPlan(calls, before, after, [tensor for plan in plans for tensor in plan.kept])
+
+
 START: Final[dict[type[ops.Op], Start]] = {
     ops.Barrier: barrier,
     ops.Broadcast: broadcast,
+    ops.CollectiveBatch: batch,
     ops.AllReduce: all_reduce,
     ops.Reduce: reduce,
     ops.AllGather: all_gather,

@@ -61,11 +61,11 @@ class NcclTransport(LaneTransport):
     """
 
     capabilities = Capabilities(
-        ops=(ops.P2P - {ops.Batch}) | ops.ARRIVALS | ops.COLLECTIVES,
+        ops=(ops.P2P - {ops.Batch}) | ops.ARRIVALS | ops.COLLECTIVES | ops.BATCHES,
         devices=frozenset({"cuda"}),
         reductions=REDUCTIONS,
         rounds_each_step=HALVES,
-        lanes=ops.COLLECTIVES,
+        lanes=ops.COLLECTIVES | ops.BATCHES,
         detects_mismatch=os.environ.get("AIOCOMMS_DEBUG", "0") not in ("", "0"),
         spin=SPIN,
     )

@@ -1,0 +1,56 @@
+"""The record of a batch of collectives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiocomms.ops import checks
+from aiocomms.ops._base import Buffers, Op
+from aiocomms.ops.checks import CheckedComm
+
+
+class CollectiveBatch(Op, frozen=True, eq=False):
+    """Collectives that start together. The transport may run these collectives at the same time."""
+
+    name = kind = "batch"
+    parts: tuple[Op, ...]
+
+    def check(self, group: CheckedComm) -> None:
+        written: Buffers = []
+        given: Buffers = []
+        for number, part in enumerate(self.parts):
+            part.check(group)
+            writes, reads = _memory_of(part)
+            written += _named(number, writes)
+            given += _named(number, reads)
+        checks.disjoint(written, given)
+
+    def result(self) -> list[Any]:
+        return [part.result() for part in self.parts]
+
+    def reads(self) -> Buffers:
+        return [buffer for number, part in enumerate(self.parts) for buffer in _named(number, part.reads())]
+
+    def writes(self) -> Buffers:
+        return [buffer for number, part in enumerate(self.parts) for buffer in _named(number, part.writes())]
+
+    def signature(self) -> tuple[object, ...]:
+        return (self.name, *(part.signature() for part in self.parts))
+
+
+def _named(number: int, buffers: Buffers) -> Buffers:
+    return [(f"part {number}'s {name}", tensor) for name, tensor in buffers]
+
+
+def _memory_of(part: Op) -> tuple[Buffers, Buffers]:
+    """Return the tensors that a part writes, and those that it reads.
+
+    If a part writes a piece of a tensor that it reads, return the larger of the two tensors as written.
+    """
+    writes, reads = part.writes(), part.reads()
+    for one in writes:
+        for other in reads:
+            begin, start = one[1].data_ptr(), other[1].data_ptr()
+            if begin < start + other[1].nbytes and start < begin + one[1].nbytes:
+                return [max(one, other, key=lambda buffer: buffer[1].nbytes)], []
+    return writes, reads
