@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiocomms import ReduceOp
+from aiocomms import ReduceOp, Work
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import ArgumentError, CommTimeoutError, UnsupportedOperation
 from aiocomms.testing.conformance import data
@@ -61,7 +61,8 @@ async def test_batch_of_collectives_gives_each_result(comm: Communicator, case: 
 
 @ranks(2, 3)
 async def test_batches_keep_their_place_among_collectives(comm: Communicator, case: Case) -> None:
-    works, trials = [], []
+    trials: list[tuple[BatchTrial, data.Slot, data.Slot]] = []
+    works: list[Work[Any]] = []
     for key in range(6):
         before, after = (case.full(case.numbers(torch.float64, (5,), key, k, comm.rank)) for k in range(2))
         trials.append((BatchTrial(comm, case, DTYPES[key % 3], key), before, after))
