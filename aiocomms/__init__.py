@@ -4,7 +4,7 @@
 >>> t = await comm.all_reduce(t, aiocomms.ReduceOp.SUM)
 
 The import of this package does not import torch, an event-loop library or a transport. The first access to a name of
-this package imports the module that defines the name. The import installs a signal handler only if
+this package imports the module that defines the name, unless the package has already imported the module. The import installs a signal handler only if
 ``AIOCOMMS_RECORDER_SIGNAL`` is set. If a launcher has started this process as a rank, the import wraps
 ``sys.excepthook``. An exception may end this rank before all ranks are connected to each other. In that case the
 wrapper reports this exception to the other ranks.
@@ -145,3 +145,6 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
+
+
+importlib.import_module("aiocomms.communicator.opening")  # A program may call new_comm first on its event loop.
