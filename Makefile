@@ -223,7 +223,7 @@ docs: $(VENV)/docs.stamp
 test-shipping: docs $(VENV)/release.stamp
 	$(PYTEST) tests/shipping
 
-## The chart of the first page, from the figures of docs/benchmarks/cpu.md.
+## The charts of the first page, from the figures of docs/benchmarks.
 chart: $(VENV)/setup.stamp
 	$(BIN)/python docs/chart.py
 

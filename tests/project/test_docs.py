@@ -266,9 +266,10 @@ def test_every_page_is_in_the_navigation():
     assert {str(page.relative_to(docs)) for page in docs.rglob("*.md") if page not in listed} == set()
 
 
-def test_chart_shows_the_figures_of_its_page():
-    with Image.open(ROOT / "docs" / "why.png") as image:
-        assert image.text["Description"] == chart.described()
+@pytest.mark.parametrize(("name", "figures"), [("why.png", chart.medians), ("why-gpu.png", chart.ratios)])
+def test_chart_shows_the_figures_of_its_page(name, figures):
+    with Image.open(ROOT / "docs" / name) as image:
+        assert image.text["Description"] == chart.described(figures())
 
 
 def test_make_targets_named_in_pages_exist():
