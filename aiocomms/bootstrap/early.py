@@ -51,7 +51,10 @@ def watch() -> None:
 
 
 def _telling(before: Hook, process: int) -> Hook:
-    """Return a hook that calls ``before``, then reports the exception to the other ranks, except in a forked child."""
+    """Return an exception hook that first calls ``before``.
+
+    Then the hook reports the exception to the other ranks, unless this process is a forked child.
+    """
 
     def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)

@@ -236,7 +236,10 @@ class Arrival:
         self._answered = leader
 
     def _list(self, leader: str) -> str:
-        """Return the key of the list of ranks that have seen this arrival. The key contains the number of ranks."""
+        """Return the key of the list of ranks that have seen this arrival.
+
+        The key contains the number of the job's ranks.
+        """
         return f"here/{self._size}/{leader}"
 
     def _taken(self) -> NoReturn:

@@ -180,7 +180,7 @@ class StoreRendezvous(Board):
     def _meet(self, store: Store, key: str, got: dict[int, bytes], given_up: clock.ThreadEvent) -> None:
         """Run the steps of an exchange.
 
-        This method never waits in the store, because a connection carries one call at a time. A wait in the store would
+        This method makes no store call that blocks, because a connection carries one call at a time. Such a call would
         block other communicators that form over the same connection, even after this exchange has been given up.
         """
         for pause in self.steps(store, key, got):

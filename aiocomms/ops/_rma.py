@@ -205,7 +205,7 @@ class _Runs(_OnWindow, frozen=True, eq=False):
 
 
 class PutV(_Runs, frozen=True, eq=False):
-    """A :class:`Put` of runs of ``count`` elements.
+    """A :class:`Put` that writes several runs, each of ``count`` consecutive elements.
 
     Run ``i`` is copied from ``starts[i]`` in ``tensor`` to ``offsets[i]`` in rank ``dst``'s part of the window.
     """
@@ -232,7 +232,7 @@ class PutV(_Runs, frozen=True, eq=False):
 
 
 class GetV(_Runs, frozen=True, eq=False):
-    """A :class:`Get` of runs of ``count`` elements.
+    """A :class:`Get` that reads several runs, each of ``count`` consecutive elements.
 
     Run ``i`` is copied from ``offsets[i]`` in rank ``src``'s part of the window to ``starts[i]`` in ``tensor``.
     """

@@ -156,7 +156,7 @@ class Cleared(msgspec.Struct, frozen=True, tag=10, array_like=True):
 
 
 class Whole(msgspec.Struct, frozen=True, tag=11, array_like=True):
-    """A notice of a target rank that a whole version has arrived."""
+    """The notice by which a target rank reports that a whole version has arrived."""
 
     move: int
 

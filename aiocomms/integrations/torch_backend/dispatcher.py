@@ -130,7 +130,7 @@ class _Last(Mode):
 
 
 def _one_form(method: str, given: Mapping[str, Any]) -> list[Any]:
-    """Convert an operator's arguments to the form of the lists that ``forms.one_form`` returns.
+    """Convert an operator's arguments to a list in the same form as the lists that ``forms.one_form`` returns.
 
     :param given: a mapping from the name of each argument to its value.
     """

@@ -161,7 +161,7 @@ class _Resources:
         self._descriptors = _descriptors()
 
     def left(self) -> str:
-        """Wait at most 4 seconds until new threads and descriptors are gone.
+        """Wait at most 4 seconds until the check's new threads and descriptors are gone.
 
         Describe the threads and descriptors that remain.
         """

@@ -79,7 +79,7 @@ class Progress(msgspec.Struct, array_like=True):
     """The progress of the frame's sender in two directions: to the frame's receiver, and from the receiver."""
 
     joined: bool
-    """True if the sender has begun to form the direction to the receiver."""
+    """True if the sender has begun to connect to the receiver."""
     sent: int
     """The number of messages that the sender has passed to NCCL in the direction to the receiver."""
     received: int

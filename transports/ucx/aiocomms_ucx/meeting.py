@@ -52,7 +52,7 @@ _MOST_HERE: Final = 2048
 The limit exists because in all_to_all, a slot of the shared memory has a cache line for each rank.
 """
 _SHARE: Final = 0.5
-"""The fraction of the remaining time for the test messages.
+"""The test messages may take this fraction of the remaining time.
 
 In the rest of the time, the ranks exchange reports of failures.
 """

@@ -28,7 +28,7 @@ _AS_IT_IS = os.O_NOFOLLOW | os.O_NONBLOCK
 _LONGEST: Final = 4096
 """The largest number of bytes that are read from ``/proc/cpuinfo`` or from the file of speeds.
 
-The file of speeds has some 200 bytes.
+The file of speeds has about 200 bytes.
 """
 _HARDLY_SLOWER: Final = 1.25
 """The largest ratio of a direct read's time to the time of two copies at which ranks still read directly.
