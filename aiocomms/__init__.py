@@ -4,9 +4,9 @@
 >>> t = await comm.all_reduce(t, aiocomms.ReduceOp.SUM)
 
 The import of this package does not import torch, an event-loop library or a transport. The first access to a name of
-this package imports the module that defines the name, unless the package has already imported the module. The import installs a signal handler only if
-``AIOCOMMS_RECORDER_SIGNAL`` is set. If a launcher has started this process as a rank, the import wraps
-``sys.excepthook``. An exception may end this rank before all ranks are connected to each other. In that case the
+this package imports the module that defines the name, unless this module is already imported. The import installs a
+signal handler only if ``AIOCOMMS_RECORDER_SIGNAL`` is set. If a launcher has started this process as a rank, the import
+wraps ``sys.excepthook``. An exception may end this rank before all ranks are connected to each other. In that case the
 wrapper reports this exception to the other ranks.
 """
 

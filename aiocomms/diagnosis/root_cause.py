@@ -54,7 +54,7 @@ def _told(kind: type[BaseException], error: BaseException, trace: TracebackType 
 def _write(path: str, error: BaseException, at: int, *, again: bool) -> None:
     """Write an error file as torch does.
 
-    Replace an error file that torch's ``record`` has written only if ``again`` is true.
+    If torch's ``record`` has already written an error file, replace this file only if ``again`` is true.
     """
     lines = "".join(traceback.format_exception(error))
     extra = {"py_callstack": lines, "timestamp": str(at)}

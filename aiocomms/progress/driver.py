@@ -156,7 +156,7 @@ class LoopDriver:
     def overdue(self) -> bool:
         """Return True if the event loop has had no turn for too long.
 
-        The event loop gets no turn while all ops end within their calls.
+        If every op is already done when its call returns, the tasks never suspend, so the event loop gets no turn.
         """
         now = clock.now()
         if self._asked is None:

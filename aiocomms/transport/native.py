@@ -183,7 +183,7 @@ class Shortcuts(Ledger, Protocol):
         """
 
     def follow(self, current: ContextVar[Any]) -> None:
-        """Start each op that is called from now on in the lane that is current at the op's call.
+        """Start the op of each later call in the lane that is current at the time of that call.
 
         :param current: the context variable of the current lane. The variable's value is None, or a tuple of the
             current lane and the previous value of the variable.
