@@ -302,7 +302,7 @@ class Core(Posting):
         """Return the ranks for which a pending op waits, as far as known. Any thread may call this."""
         absent = self.router.turns.waiting_for(work) if isinstance(work, LaneWork) else None
         if absent is None and (transport := self.by_family.get(work.op.family)) is not None:
-            absent = list(guarded((), transport.waiting_for, work))
+            absent = list(guarded((), transport.waiting_for, self.router.awaited(work)))
         return absent or self._others(work.op)
 
     def _others(self, op: ops.Op) -> list[int]:

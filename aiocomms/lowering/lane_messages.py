@@ -26,7 +26,7 @@ Key = str | bytes | int
 """The key of a lane. Keys of different types are never equal."""
 
 _ABOVE = 1 << 62
-"""The smallest tag of a message in a lane. User tags and the tags of other collectives are less than 2**31."""
+"""The smallest tag of the messages of lanes, and of collectives that are messages. User tags are less than 2**31."""
 _BITS = _ABOVE - 1
 GIVEN_UP = 1 << 61
 """The tag of notices about aborted lanes. These notices use the channel of collectives."""
@@ -58,18 +58,26 @@ def tag_of(number: int, tag: int) -> int:
 
 
 def collective_tag(number: int, op: Any) -> int:
-    """Return the tag of a collective's messages, derived from the lane, the kind, the operator and the root.
+    """Return the tag of a collective's messages, derived from a number, the kind, the operator and the root.
 
-    Collectives that differ only in size or dtype have the same tag. If the ranks disagree on the size or the dtype, the
-    receiver finds the mismatch when a message arrives.
+    The tag of a batch is derived from all its collectives. Collectives that differ only in size or dtype have the same
+    tag. If the ranks disagree on the size or the dtype, the receiver finds the mismatch when a message arrives.
+
+    :param number: the number of the lane, or the number of a collective that is in no lane.
     """
-    what = (op.name, getattr(op, "root", None), getattr(op, "op", None))
+    what = _described(op)
     fingerprint = _fingerprints.get(what)
     if fingerprint is None:
         if len(_fingerprints) == _MOST_FINGERPRINTS:
             _fingerprints.clear()
         fingerprint = _fingerprints[what] = _hash(repr(what).encode())
     return _ABOVE | (number + fingerprint) & _BITS
+
+
+def _described(op: Any) -> tuple[object, ...]:
+    if isinstance(op, ops.CollectiveBatch):
+        return tuple(map(_described, op.parts))
+    return op.name, getattr(op, "root", None), getattr(op, "op", None)
 
 
 _fingerprints: dict[tuple[object, ...], int] = {}

@@ -36,7 +36,7 @@ class Router(dict[type[ops.Op], Route]):
         self._comm = comm
         self._transports = transports
         self._runs: weakref.WeakKeyDictionary[Completion, weakref.ref[Run]] = weakref.WeakKeyDictionary()
-        """The runs of lowered ops that may be withdrawn or stopped. The messages of a run keep the run alive."""
+        """The runs of batches, and of lowered ops that may be withdrawn or stopped. The parts of a run hold the run."""
         self.loopback: Loopback = Loopback(comm.rank)
         self.arrivals: Arrivals = Arrivals(comm)
         self.turns: Turns = Turns(comm)
@@ -124,6 +124,15 @@ class Router(dict[type[ops.Op], Route]):
         """Start each collective of a batch."""
         self._run(_together(op), op, work)
 
+    def awaited(self, work: Completion) -> Completion:
+        """Return the object through which the transport completes an op.
+
+        For a batch whose collectives run one by one, this is the first pending collective. Any thread may call this.
+        """
+        lowered = self._runs.get(work) if isinstance(work.op, ops.CollectiveBatch) else None
+        run = None if lowered is None else lowered()
+        return work if run is None else next(iter(run.unfinished()), work)
+
     def _without_waits(self, post: Route) -> Route:
         """Return the route of a window's close, which first withdraws this rank's waits for the window's signals."""
 
@@ -198,11 +207,11 @@ class Router(dict[type[ops.Op], Route]):
         self._run(SCHEDULES[type(parts)](Context(self._comm, 0), parts), op, work)
 
     def _lower(self, op: ops.Op, work: Completion) -> None:
-        self._run(SCHEDULES[type(op)](Context(self._comm, self._comm.ledger.calls & 0x7FFFFFFF), op), op, work)
+        self._run(SCHEDULES[type(op)](Context(self._comm, collective_tag(self._comm.ledger.calls, op)), op), op, work)
 
     def _run(self, steps: Steps, op: ops.Op, work: Completion) -> None:
         run = (BatchRun if isinstance(op, ops.Batch) else Run)(self._comm, steps, work)
-        if op.withdrawable or isinstance(work, LaneWork):
+        if op.withdrawable or isinstance(op, ops.CollectiveBatch) or isinstance(work, LaneWork):
             self._runs[work] = weakref.ref(run)
         run.advance()
 

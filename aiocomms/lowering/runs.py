@@ -155,10 +155,14 @@ class Run:
             except Exception as error:
                 self._break_off(error)
                 return False
+            except BaseException as error:  # A signal handler has raised this, perhaps after the transport's post.
+                self._posted = True
+                self._break_off(error)
+                raise
             self._posted = self._posted or type(part.op) is not Offload  # No other rank knows of an offload.
         return True
 
-    def _break_off(self, error: Exception) -> None:
+    def _break_off(self, error: BaseException) -> None:
         """Fail an op that cannot continue.
 
         If no message was posted, raise ``error``. If a message was posted, end the op and the communicator.
@@ -224,23 +228,24 @@ class Run:
         cast("StartedWork[Any]", self.work).abandon(self._stopped)
 
     def _withdraw_parts(self) -> None:
-        for part in self._unfinished():
+        for part in self.unfinished():
             if part.op.withdrawable and self._comm.withdraw(part):
                 part.ended = True
                 self._left -= 1
 
-    def _unfinished(self) -> list[RunPart]:
+    def unfinished(self) -> list[RunPart]:
+        """Return the pending messages or collectives of the current step. Thread-safe."""
         return [part for ref in self._parts if (part := ref()) is not None and not part.ended]
 
     def waits_for(self) -> list[int]:
         """Return the ranks with which messages are pending. Thread-safe."""
-        late = [part.op for part in self._unfinished()]
+        late = [part.op for part in self.unfinished()]
         senders = {op.src for op in late if isinstance(op, ops.Recv)}
         return sorted(senders or {op.dst for op in late if isinstance(op, ops.Send)})
 
     def unfinished_sends(self) -> list[ops.Send]:
         """Return the sends of the current step that may still be unmatched."""
-        return [part.op for part in self._unfinished() if isinstance(part.op, ops.Send)]
+        return [part.op for part in self.unfinished() if isinstance(part.op, ops.Send)]
 
     def withdraw(self) -> bool:
         """Withdraw the op if its only posted message is an unmatched receive. Otherwise, return False."""

@@ -125,13 +125,20 @@ _READ_SIZE: dict[type[Op], Callable[[Any], int]] = {}
 def size_of(op: Op) -> int:
     """Return the size in bytes of an op's main tensor on this rank.
 
-    The size is 0 for a barrier, a batch or an object without a tensor.
+    The size of a batch is the sum of the sizes of its parts. The size of a barrier, or of an object without a tensor,
+    is 0.
     """
     try:
         return _READ_SIZE[type(op)](op)
     except KeyError:
-        name = tensor_of(type(op))
-        _READ_SIZE[type(op)] = (lambda _: 0) if name is None else attrgetter(f"{name}.nbytes")
+        _READ_SIZE[type(op)] = _reader(type(op))
         return size_of(op)
     except AttributeError:  # The field holds no tensor.
         return 0
+
+
+def _reader(cls: type[Op]) -> Callable[[Any], int]:
+    if "parts" in cls.__struct_fields__:
+        return lambda op: sum(map(size_of, op.parts))
+    name = tensor_of(cls)
+    return (lambda _: 0) if name is None else attrgetter(f"{name}.nbytes")

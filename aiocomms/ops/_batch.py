@@ -21,25 +21,25 @@ class CollectiveBatch(Op, frozen=True, eq=False):
         for number, part in enumerate(self.parts):
             part.check(group)
             writes, reads = _memory_of(part)
-            written += _named(number, writes)
-            given += _named(number, reads)
+            written += _named(number, part, writes)
+            given += _named(number, part, reads)
         checks.disjoint(written, given)
 
     def result(self) -> list[Any]:
         return [part.result() for part in self.parts]
 
     def reads(self) -> Buffers:
-        return [buffer for number, part in enumerate(self.parts) for buffer in _named(number, part.reads())]
+        return [buffer for number, part in enumerate(self.parts) for buffer in _named(number, part, part.reads())]
 
     def writes(self) -> Buffers:
-        return [buffer for number, part in enumerate(self.parts) for buffer in _named(number, part.writes())]
+        return [buffer for number, part in enumerate(self.parts) for buffer in _named(number, part, part.writes())]
 
     def signature(self) -> tuple[object, ...]:
         return (self.name, *(part.signature() for part in self.parts))
 
 
-def _named(number: int, buffers: Buffers) -> Buffers:
-    return [(f"part {number}'s {name}", tensor) for name, tensor in buffers]
+def _named(number: int, part: Op, buffers: Buffers) -> Buffers:
+    return [(f"the {name} of part {number} ({part.name})", tensor) for name, tensor in buffers]
 
 
 def _memory_of(part: Op) -> tuple[Buffers, Buffers]:

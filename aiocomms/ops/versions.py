@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from aiocomms.ops._base import Op
+from aiocomms.ops._batch import CollectiveBatch
 from aiocomms.ops._reducing import Broadcast, InPlace
 
 
@@ -39,6 +40,10 @@ def note_writes(op: Op, rank: int) -> None:
     share a version. torch increments the version for its own operations. For all other writes, this function must
     increment the version.
     """
+    if isinstance(op, CollectiveBatch):
+        for part in op.parts:
+            note_writes(part, rank)
+        return
     if isinstance(op, InPlace):  # No list of pairs is built for these frequent ops.
         written = [] if type(op) is Broadcast and op.root == rank else [op.tensor]
     else:

@@ -390,6 +390,8 @@ def _nbytes(op: ops.Op) -> int:
 
     For an op that works in place, return the number of bytes of the op's tensors.
     """
+    if isinstance(op, ops.CollectiveBatch):
+        return sum(map(_nbytes, op.parts))
     buffers = op.reads() or ([] if isinstance(op, ops.Recv) else op.writes())
     return sum(tensor.nbytes for _, tensor in buffers)
 

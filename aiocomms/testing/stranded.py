@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, Final, NamedTuple
 from weakref import WeakSet
 
+from aiocomms import ops
 from aiocomms.bootstrap import directory
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.diagnosis import live
@@ -116,10 +117,11 @@ class StrandedWatch:
         if not absent:
             return f"{waits}, and nothing else runs on this loop"
         gather = f"`await asyncio.gather(*[comm.{op.name}(...) for comm in world])` or "
+        if op.family != "collectives" or isinstance(op, ops.CollectiveBatch):  # The call of a batch has no such form.
+            gather = ""
         return (
             f"call on all ranks before you await: {waits}, which {'has' if len(absent) == 1 else 'have'} called "
-            f"nothing, and nothing else runs on this loop; write {gather if op.family == 'collectives' else ''}"
-            "`await run_ranks(world, fn)`"
+            f"nothing, and nothing else runs on this loop; write {gather}`await run_ranks(world, fn)`"
         )
 
 
