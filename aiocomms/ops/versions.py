@@ -40,12 +40,12 @@ def note_writes(op: Op, rank: int) -> None:
     share a version. torch increments the version for its own operations. For all other writes, this function must
     increment the version.
     """
-    if isinstance(op, CollectiveBatch):
-        for part in op.parts:
-            note_writes(part, rank)
-        return
     if isinstance(op, InPlace):  # No list of pairs is built for these frequent ops.
         written = [] if type(op) is Broadcast and op.root == rank else [op.tensor]
+    elif isinstance(op, CollectiveBatch):
+        written = []
+        for part in op.parts:
+            note_writes(part, rank)
     else:
         written = [tensor for _, tensor in op.writes()]
     if written:
