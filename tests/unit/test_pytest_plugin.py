@@ -698,8 +698,7 @@ def test_plugin_imports_nothing_in_other_suites(pytester):
 
         def test_it():
             assert not {"asyncio", "anyio", "trio", "torch", "msgspec", "pytest_asyncio"} & set(sys.modules)
-            ours = [name for name in sys.modules if name.startswith("aiocomms")]
-            assert sorted(ours) == ["aiocomms", "aiocomms.pytest_plugin"]
+            assert not {"aiocomms.testing", "aiocomms.ops", "aiocomms.communicator.communicator"} & set(sys.modules)
         """
     )
     run = [sys.executable, "-m", "pytest", "-p", "no:anyio", "-p", "no:asyncio", "-p", "no:hypothesispytest", "-q"]
