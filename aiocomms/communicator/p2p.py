@@ -10,6 +10,7 @@ from torch import Tensor
 from aiocomms import ops
 from aiocomms.arguments import COMM_TIMEOUT, OpTimeout
 from aiocomms.communicator.issuer import Issuer
+from aiocomms.communicator.reducing import parsed
 from aiocomms.errors import ArgumentError, CommError
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import Message, Received, TensorLike
@@ -198,7 +199,7 @@ class Batch(Handle):
         :raises ArgumentError: an argument is wrong; nothing was added.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype; nothing was added.
         """
-        return self._add(ops.AllReduce(tensor, self._operator(op)))
+        return self._add(ops.AllReduce(tensor, parsed(self._comm, "batch", op)))
 
     def reduce(self, tensor: TensorLike, root: int, op: ReduceOp | str = ReduceOp.SUM) -> Self:
         """Add a reduce, with the arguments of :meth:`Communicator.reduce`.
@@ -206,7 +207,7 @@ class Batch(Handle):
         :raises ArgumentError: an argument is wrong; nothing was added.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype; nothing was added.
         """
-        return self._add(ops.Reduce(tensor, root, self._operator(op)))
+        return self._add(ops.Reduce(tensor, root, parsed(self._comm, "batch", op)))
 
     def all_gather_single(self, output: TensorLike, input: TensorLike) -> Self:
         """Add an all_gather_single, with the arguments of :meth:`Communicator.all_gather_single`.
@@ -221,7 +222,7 @@ class Batch(Handle):
         :raises ArgumentError: an argument is wrong; nothing was added.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype; nothing was added.
         """
-        return self._add(ops.ReduceScatterSingle(output, input, self._operator(op)))
+        return self._add(ops.ReduceScatterSingle(output, input, parsed(self._comm, "batch", op)))
 
     def issue(self, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[list[Any]]:
         """Start all operations of the batch, which is empty afterwards.
@@ -254,9 +255,3 @@ class Batch(Handle):
             raise error.about(op="batch", rank=self._comm.rank) from None
         self._parts.append(part)
         return self
-
-    def _operator(self, op: object) -> ReduceOp:
-        try:
-            return ReduceOp.parse(op)
-        except ArgumentError as error:
-            raise error.about(op="batch", rank=self._comm.rank) from None

@@ -39,7 +39,7 @@ class Reducing(Issuer):
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
         """
         if type(op) is not ReduceOp:
-            op = _operator(self, "all_reduce", op)
+            op = parsed(self, "all_reduce", op)
         return self._issue(ops.AllReduce(tensor, op), hints, timeout)
 
     def reduce(
@@ -63,7 +63,7 @@ class Reducing(Issuer):
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
         """
         if type(op) is not ReduceOp:
-            op = _operator(self, "reduce", op)
+            op = parsed(self, "reduce", op)
         return self._issue(ops.Reduce(tensor, root, op), hints, timeout)
 
     def scan(
@@ -89,7 +89,7 @@ class Reducing(Issuer):
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
         """
         if type(op) is not ReduceOp:
-            op = _operator(self, "scan", op)
+            op = parsed(self, "scan", op)
         return self._issue(ops.Scan(tensor, op), hints, timeout)
 
     def exscan(
@@ -116,7 +116,7 @@ class Reducing(Issuer):
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
         """
         if type(op) is not ReduceOp:
-            op = _operator(self, "exscan", op)
+            op = parsed(self, "exscan", op)
         return self._issue(ops.Exscan(tensor, op), hints, timeout)
 
     def reduce_scatter(
@@ -142,7 +142,7 @@ class Reducing(Issuer):
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
         """
         if type(op) is not ReduceOp:
-            op = _operator(self, "reduce_scatter", op)
+            op = parsed(self, "reduce_scatter", op)
         return self._issue(ops.ReduceScatter(output, sequence("inputs", inputs), op), hints, timeout)
 
     def reduce_scatter_v(
@@ -166,7 +166,7 @@ class Reducing(Issuer):
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
         """
         if type(op) is not ReduceOp:
-            op = _operator(self, "reduce_scatter_v", op)
+            op = parsed(self, "reduce_scatter_v", op)
         return self._issue(ops.ReduceScatterV(output, sequence("inputs", inputs), op), hints, timeout)
 
     def reduce_scatter_single(
@@ -190,11 +190,11 @@ class Reducing(Issuer):
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
         """
         if type(op) is not ReduceOp:
-            op = _operator(self, "reduce_scatter_single", op)
+            op = parsed(self, "reduce_scatter_single", op)
         return self._issue(ops.ReduceScatterSingle(output, input, op), hints, timeout)
 
 
-def _operator(comm: Issuer, name: str, op: object) -> ReduceOp:
+def parsed(comm: Issuer, name: str, op: object) -> ReduceOp:
     """Parse an operator that is not a :class:`ReduceOp`. A caller passed the operator to the method ``name``."""
     try:
         return ReduceOp.parse(op)

@@ -124,7 +124,7 @@ async def test_deadline_of_a_batch_names_the_late_rank(comm: Communicator, case:
         tensors = [torch.ones(4, device=comm.device) for _ in range(2)]
         with pytest.raises(CommTimeoutError) as caught:
             await comm.batch().all_reduce(tensors[0]).all_reduce(tensors[1]).issue(timeout=0.2)
-        assert caught.value.op == "batch"
+        assert (caught.value.op, caught.value.late) == ("batch", (1,)), vars(caught.value)
         case.tell("late")
     else:
         await case.told("late", 0)
