@@ -1,5 +1,5 @@
 // Calls collectives on the engine after the tensors are checked. The methods of the engine (bindings.cpp) and the
-// shortcuts (shortcuts.cpp) use it. Ranks may use either, so both must make the same fingerprints.
+// shortcuts (ledger.hpp) use it. Ranks may use either, so both must make the same fingerprints.
 #pragma once
 
 #include <bit>
