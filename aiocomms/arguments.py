@@ -175,8 +175,7 @@ def silence(options: Mapping[str, Any]) -> float:
 
     The result 0 means that no rank counts as dead because of missing heartbeats. The number comes from the hint
     ``"heartbeat"``. Without this hint, the number comes from the environment variable ``AIOCOMMS_HEARTBEAT``. The
-    default of this variable is
-    :data:`SILENCE`.
+    default of this variable is :data:`SILENCE`.
 
     :raises ArgumentError: the number is neither 0 nor a valid number of seconds.
     """

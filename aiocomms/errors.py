@@ -1,9 +1,9 @@
 """The exceptions of aiocomms, and the state in which each exception leaves the communicator.
 
 All these exceptions except :class:`SimulationError` derive from :class:`CommError`. The attributes of a ``CommError``
-name the communicator, the operation, the operation's number, this rank and the peer, if they are known. Each
-description says whether the communicator stays *usable* or is *lost*. On a lost communicator every later call fails at
-once with the reason of the loss.
+name the communicator, the operation, the operation's number, this rank and the peer, if they are known. The
+docstring of each class says whether the communicator stays *usable* or is *lost*. On a lost communicator every
+later call fails at once with the reason of the loss.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ class CommAbortedError(CommError):
 class CommTimeoutError(CommError, TimeoutError):
     """Raised when an operation's deadline passed; the error names the missing ranks, if the transport knows them.
 
-    The communicator is lost on every rank, with one exception. The communicator stays usable if the operation was a
-    receive, a ``probe`` or a ``wait_signal``, and its message or signal had not arrived.
+    The communicator is lost on every rank, except in one case. The communicator stays usable if the operation was a
+    receive, a ``probe`` or a ``wait_signal`` whose message or signal had not arrived.
 
     :param late: the missing ranks, the same on every rank; empty if they are unknown. If one rank is missing, ``peer``
         is that rank.
@@ -224,8 +224,8 @@ class CommTimeoutError(CommError, TimeoutError):
 class LeftBehindError(CommError):
     """Raised when the other ranks of a live group have completed this call, and later calls, without this rank.
 
-    The lane stays usable: the next call of this rank takes part in the call that the other ranks are making at that
-    time.
+    The collectives of a live group (:mod:`aiocomms.live`) complete even if a rank is late or dead. The lane stays
+    usable: the next call of this rank takes part in the call that the other ranks are making at that time.
     """
 
 
@@ -248,7 +248,7 @@ class StoreLostError(CommError):
 
 
 class DriverLostError(CommAbortedError):
-    """Raised on every worker of a service when its driver is lost and no other process has replaced the driver.
+    """Raised on every worker when a service's driver is lost and no other process has replaced the driver.
 
     The communicator is lost.
     """
@@ -257,27 +257,29 @@ class DriverLostError(CommAbortedError):
 class WorkerError(CommError):
     """Raised on rank 0 when a plan has failed on rank ``peer``; ``__cause__`` has that rank's traceback.
 
-    The communicator stays usable, with one exception. The communicator is lost if ``Driver.run_in_order`` started the
-    plan, and the plan had called an operation.
+    A plan is a unit of work that a driver of :mod:`aiocomms.serving` sends to all ranks. The communicator stays usable,
+    except in one case. The communicator is lost if ``Driver.run_in_order`` started the plan, and the plan had called an
+    operation.
     """
 
 
 class PlanLostError(CommError):
-    """Raised when a rank is lost during a plan, or a lost rank has not been replaced yet; ``__cause__`` is the reason.
+    """Raised when a rank is lost during a driver's plan, or when a lost rank has not been replaced yet.
 
-    The communicator is lost. The program can run the plan again if a second run does no harm.
+    ``__cause__`` is the reason. The communicator is lost. The program can run the plan again if a second run does no
+    harm.
     """
 
 
 class PlanTimeoutError(CommTimeoutError):
-    """Raised on rank 0 when a plan misses its deadline; the error names the ``late`` ranks and their operations.
+    """Raised on rank 0 when a driver's plan misses its deadline; the error names the ``late`` ranks and their ops.
 
     All ranks have stopped the plan. The communicator stays usable.
     """
 
 
 class ServiceBusyError(CommError):
-    """Raised when the queue of waiting plans is full. Nothing was sent; the communicator stays usable."""
+    """Raised when a driver's queue of waiting plans is full. Nothing was sent; the communicator stays usable."""
 
 
 class ClientLeftError(CommError):
@@ -317,10 +319,10 @@ class LeaseError(CommError):
 class MoveLostError(CommError):
     """Raised on every source rank when ``Source.move`` of :mod:`aiocomms.resharding` fails because a rank is lost.
 
-    The same error is raised if a rank closes, aborts or cancels its part in the move, or if ``convert`` raises an
-    error. The error's message names the rank that was lost or has failed. The ``open`` of a source or target raises
-    this error if another rank's ``open`` has failed. ``Target.step`` and ``Target.pin`` raise this error if the target
-    has no current version.
+    The same error is raised if a rank closes, aborts or cancels its part in the move, or if the source's function
+    ``convert`` raises an error. The error's message names the rank that was lost or has failed. The ``open`` of a
+    source or target raises this error if another rank's ``open`` has failed. ``Target.step`` and ``Target.pin`` raise
+    this error if the target has no current version.
 
     The target keeps its old version. A communicator of the move stays usable, unless that communicator itself is lost.
     """
@@ -342,7 +344,7 @@ class SimulationError(RuntimeError):
 def wrong_thread(what: str) -> RuntimeError:
     """Return the error for a call that was made outside the communicator's thread.
 
-    :param what: the call, and the object on which it was made.
+    :param what: a text that names the call, and the object on which the call was made.
     """
     advice = "call it on the communicator's portal(), or hand it to its loop with call_soon_threadsafe"
     return RuntimeError(f"{what} was called on another thread than the communicator's; {advice}")

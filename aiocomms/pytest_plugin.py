@@ -81,7 +81,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Describe the markers. If pytest-asyncio is installed, register the fixtures that open ``world``."""
+    """Describe the markers. If pytest-asyncio is installed, register the fixtures that open a test's communicators."""
     config.addinivalue_line(
         "markers",
         f"ranks(n, timeout=30, transport=None): how many ranks the fixtures 'world' and 'comm' have, {DEFAULT_RANKS} "
@@ -141,8 +141,8 @@ def world(request: pytest.FixtureRequest) -> list[Communicator]:
     deadline of operations and the transport. An indirect parameter can also set these values. The parameter is the
     number of ranks, or a mapping with the keys ``n``, ``timeout`` and ``transport``.
 
-    After the test the fixture closes the communicators. The test fails if a message is unmatched at its end, or if
-    only some ranks have called a collective. If the test has already failed, the fixture aborts the communicators.
+    After the test the fixture closes the communicators. The test fails if a message is unmatched when the test ends, or
+    if only some ranks have called a collective. If the test has already failed, the fixture aborts the communicators.
     """
     if request.node.get_closest_marker("simulated") is not None:
         raise _refusal(request, "is of one process, and the test's ranks are simulated ones: take 'comm'")
@@ -152,7 +152,7 @@ def world(request: pytest.FixtureRequest) -> list[Communicator]:
 
 
 class _EveryRank(list["Communicator"]):
-    """The list that the fixture :func:`comm` returns. The plug-in calls the test once for each of its communicators."""
+    """The communicators that the fixture :func:`comm` returns. The plug-in calls the test once with each of them."""
 
 
 @pytest.fixture
@@ -288,7 +288,7 @@ def _hide_frames() -> None:
 
 
 def _driven(request: pytest.FixtureRequest) -> str:
-    """Return the name of the fixture that opens the world in the test's event loop."""
+    """Return the name of the fixture that opens the communicators in the test's event loop."""
     function: Any = getattr(request, "function", None)
     if hasattr(function, "hypothesis"):
         function = function.hypothesis.inner_test
@@ -382,7 +382,7 @@ def _loop_scope(request: pytest.FixtureRequest, marker: pytest.Mark) -> str:
 
 
 def _ask(request: pytest.FixtureRequest) -> _Asked:
-    """Return the arguments of a test's world.
+    """Return the arguments with which the fixture ``world`` opens a test's communicators.
 
     An indirect parameter of the test gives the arguments. If the test has no indirect parameter, the closest
     marker gives the arguments.

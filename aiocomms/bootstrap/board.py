@@ -16,9 +16,9 @@ from aiocomms.lowlevel.auth import Seal
 from aiocomms.lowlevel.stores import store_errors
 
 ANYBODY: Final = -1
-"""The number that decisions of all ranks have instead of a signer's rank.
+"""The number that the signature of a decision covers in place of a rank.
 
-Every record that is not a decision has the rank that signed it.
+The signature of every other record covers the rank that signed the record.
 """
 
 

@@ -53,7 +53,7 @@ _LONGEST: Final = 2000
 _TORCHS: Final = "aiocomms.integrations.torch_backend"
 """The name of the module with the backend for ``torch.distributed``.
 
-A program that has loaded this module uses torch's store for the rendezvous.
+A program that has loaded that module uses torch's store for the rendezvous.
 """
 
 
@@ -76,8 +76,8 @@ class Casualties:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         """Create a reader that has not read any notices.
 
-        :param store: the store at which the ranks meet. The reader uses the store inside its ``PrefixStore`` wrappers,
-            because the keys of notices have no prefix.
+        :param store: the store at which the ranks meet. The reader uses the store that is inside all ``PrefixStore``
+            wrappers, because the keys of notices have no prefix.
         """
         self._store = at_the_bottom(store)
         self._rank = rank
@@ -193,7 +193,10 @@ def _started() -> float:
 
 
 def _stat(process: int) -> tuple[int, float]:
-    """Return a process's parent, as a pid, and its start time in seconds since the boot; see proc_pid_stat(5)."""
+    """Return the pid of a process's parent, and the process's start time in seconds since the boot.
+
+    See proc_pid_stat(5).
+    """
     _, _, stat = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")
     fields = stat.split()
     return int(fields[1]), int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -26,7 +26,7 @@ So the quotient of the counter and this amount is the number of ranks, and the r
 """
 _log = logging.getLogger("aiocomms")
 _counted: dict[int, object] = {}
-"""A mapping from the pid of each counted process to an object that only the counting rank has.
+"""A mapping from the pid of each counted process to an object of the rank that counts the process.
 
 Ranks in one process share torch's threads, so only one rank counts the process.
 """
@@ -44,7 +44,7 @@ def may_crowd(size: int) -> bool:
 
 
 def count(store: Store) -> str:
-    """Add this process's threads to its host's counter in the store. Blocks.
+    """Add the number of this process's threads to a counter of this host in the store. Blocks.
 
     Ranks that may use different processors of the host have different counters.
 

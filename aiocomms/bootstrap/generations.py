@@ -219,9 +219,9 @@ class Arrival:
     def _heard(self, leader: bytes, names: bytes) -> str:
         """Return the key of the meeting that rank 0 reports, or raise the error that rank 0 reports.
 
-        Rank 0's statement contains the name of this arrival, so the process of rank 0 was present after this rank
-        arrived. A statement without this name may be of an earlier run, so another token or version in it is not an
-        error.
+        The caller has found the name of this arrival in rank 0's statement. So the process of rank 0 was present after
+        this rank arrived. The caller ignores a statement without this name, because that statement may be of an earlier
+        run. So another token or version in that statement is not an error.
         """
         said = _SAID.fullmatch(self._seal.verify("came", 0, leader).decode(errors="replace"))
         if said is None or said["digest"] != _digest(names):
@@ -236,7 +236,7 @@ class Arrival:
         self._answered = leader
 
     def _list(self, leader: str) -> str:
-        """Return the key of the list of ranks that have seen this arrival.
+        """Return the key of the list of the ranks that have seen rank 0 arrive under the name ``leader``.
 
         The key contains the number of the job's ranks.
         """

@@ -47,7 +47,7 @@ class Groups:
         self._forming: dict[str, anyio.CancelScope] = {}
         self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._formed: dict[str, StoreRendezvous] = {}
-        """The last meeting that formed a group, by the digest of the group's name and members."""
+        """A mapping from the digest of a group's name and members to the last rendezvous that formed this group."""
 
     def end(self, _reason: object = None) -> None:
         """Cancel the forming of all groups, because the communicator is lost or closed."""

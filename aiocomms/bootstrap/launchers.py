@@ -163,7 +163,10 @@ class _Reader:
         self.complaints: list[str] = []
 
     def integer(self, name: str, low: int, high: int | None = None) -> int | None:
-        """Return an integer variable's value. If it is missing or out of bounds, add a complaint and return None."""
+        """Return the value of an integer variable.
+
+        If the variable is missing, or its value is wrong, add a complaint and return None.
+        """
         text = self.env.get(name)
         if text is None:
             self.complaints.append(f"{name} is missing")

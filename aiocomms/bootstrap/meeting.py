@@ -55,7 +55,7 @@ class Meeting:
         """Create the search.
 
         :param ranks: the ranks that shall meet; None for all survivors.
-        :param wanted: the size of the new communicator if newcomers take the free ranks; None if no newcomers join.
+        :param wanted: the size of the new communicator, if newcomers take its free ranks; None if no newcomers join.
         :param seconds: the time for the whole recovery, in seconds.
         """
         self._before = before

@@ -33,9 +33,9 @@ _INVITATIONS = ControlCodec[Invitation](Invitation, "what the ranks have decided
 class Claims:
     """The claims of newcomers.
 
-    Each claim asks for a rank in the communicator's next epoch. Each call blocks until the store answers. Newcomers
-    know only the name that the communicator had before any reconfiguration. So the ranks meet newcomers at the root
-    store.
+    Each claim asks for a rank in the communicator's next *epoch*, which begins with the next reconfiguration. Each call
+    blocks until the store answers. Newcomers know only the name that the communicator had before any reconfiguration.
+    So the ranks meet newcomers at the root store.
     """
 
     def __init__(self, rendezvous: StoreRendezvous, root: Store) -> None:
@@ -112,7 +112,7 @@ class Claims:
 async def join(
     newcomer: StoreRendezvous, root: Store, form: Callable[[StoreRendezvous], Awaitable[Transports]]
 ) -> tuple[StoreRendezvous, Transports]:
-    """Form the next epoch of a communicator with the ranks of an earlier epoch.
+    """Take part in a reconfiguration: form a communicator's next epoch together with the ranks of an earlier epoch.
 
     Retry a failed attempt as long as there is time.
 

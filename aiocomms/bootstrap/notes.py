@@ -59,7 +59,7 @@ class MeetingPlace(msgspec.Struct, tag=2, array_like=True):
 
 
 class Passed(msgspec.Struct, tag=3, array_like=True):
-    """Bytes of another module, which this module sends unchanged and does not interpret."""
+    """A note with bytes that another module sends and receives. This module does not interpret the bytes."""
 
     what: bytes
 
@@ -69,7 +69,7 @@ class Parting(msgspec.Struct, tag=4, array_like=True):
 
 
 class NoStore(msgspec.Struct, tag=5, array_like=True):
-    """The notice that the sender has lost the store while it formed its part of a split."""
+    """The notice that the sender has lost the store during a split, before the sender's new communicator was formed."""
 
     number: int
     """The number of the split among the splits of the communicator."""
@@ -89,9 +89,9 @@ class Notes:
         """
         self.transports = transports
         self.places: dict[int, bytes] = {}
-        """A mapping from a rank to the meeting place of the survivors that the rank has named."""
+        """A mapping from a rank to the place that the rank has named as the survivors' meeting place."""
         self.tried: set[str] = set()
-        """The keys of the decisions that this rank has tried to carry out, with or without success."""
+        """The keys of the recovery's decisions that this rank has tried to carry out, with or without success."""
         self.on_word: Callable[[int, Question | Answer], object] = lambda rank, word: None
         """The function that is called with each question or answer of another rank. The function must not block."""
         self.on_passed: Callable[[int, bytes], object] = lambda rank, what: None
@@ -134,12 +134,15 @@ class Notes:
             self.on_word(rank, found)
 
     def tell_no_store(self, number: int, members: Sequence[int]) -> None:
-        """Tell the members of a split's part, which may still have the store, that this rank has lost the store."""
+        """Tell the members of this rank's group in a split that this rank has lost the store.
+
+        The members may still reach the store.
+        """
         for rank in members:
             self.say(rank, NoStore(number))
 
     def no_store(self, number: int, members: Sequence[int]) -> CommError | None:
-        """Return an error if a member of a split's part has reported that it has lost the store."""
+        """Return an error if a member of this rank's group in a split has reported the loss of the store."""
         lost = [rank for rank in members if (number, rank) in self.storeless]
         return StoreLostError(f"ranks {lost} have lost the store") if lost else None
 

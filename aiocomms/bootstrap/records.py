@@ -1,7 +1,7 @@
 """Signed records in a store, by which ranks exchange values. Each call blocks.
 
-A record either has its own key, or is part of a list. Only the record's rank writes its own key, with :func:`write`. A
-list is one value to which every rank appends, so that one call reads all records. ``Store.append`` is atomic on every
+A record either has a key of its own, or is part of a list. Usually only one rank writes such a key, with :func:`write`.
+A list is one value to which every rank appends, so that one call reads all records. ``Store.append`` is atomic on every
 store of torch except ``EtcdStore``, which has no ``append``.
 """
 
@@ -123,5 +123,5 @@ def pauses(size: int) -> Iterator[float]:
 
 
 def last_look(size: int, timeout: float) -> float:
-    """Return the seconds before its deadline at which a rank begins to determine which ranks are missing."""
+    """Return how many seconds before the deadline a waiting rank begins to determine which ranks are missing."""
     return min(timeout / 2, 0.5 + size / 1000)

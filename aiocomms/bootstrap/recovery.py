@@ -54,7 +54,10 @@ _TURN: Final = 0.5
 _AGAIN: Final = 0.25
 """The seconds after which a waiting rank reports again that it is present, because other ranks may believe it dead."""
 _MOST_FREE: Final = 16
-"""The largest number of free ranks that a rank collects for an error, because a wrong ``size`` may be very large."""
+"""The largest number of free ranks (ranks without a process) that an error names.
+
+The number is limited, because a wrong ``size`` may be very large.
+"""
 _GONE: Final = b"0"
 
 
@@ -144,9 +147,9 @@ class Recovery:
         """The end of an error's message: the reason why the last attempt failed; empty if no attempt has failed."""
         self._claims: Claims | None = None
         self._claimed: dict[int, str] = {}
-        """The answered claim to each rank, as it was when this rank first voted.
+        """The last claim to each rank at the time when this rank first voted, by rank.
 
-        A claim is empty if the rank joined without a claim, or if a newcomer had claimed the rank by then.
+        The value is an empty text if there was no claim to the rank, or if that claim had no answer yet.
         """
 
     async def run(self) -> Formed:
@@ -178,7 +181,7 @@ class Recovery:
     async def _carry_out(self, decision: Decision, root: Store) -> Formed | None:
         """Form the new communicator; return None if the attempt has failed and there is time for another attempt.
 
-        :raises CommError: an error that names ranks of the new communicator.
+        :raises CommError: the attempt has failed. The error contains rank numbers of the new communicator.
         """
         # An attempt gets half of the time that is left, so that another attempt is possible.
         rendezvous = self._successor(decision, root, max(1.0, self._meeting.left() / 2))
@@ -408,7 +411,7 @@ class Presence:
     def __init__(self, board: Board, size: int, dead: Callable[[int], bool]) -> None:
         self._board, self._size, self._dead = board, size, dead
         self._said: dict[int, bytes] = {}
-        """A mapping from a rank to its report in the store, when this rank first believed that rank to be dead."""
+        """The report of each rank that was in the store when this rank first believed that rank to be dead, by rank."""
         self._times, self._last = 0, -math.inf
 
     def look(self, came: set[int]) -> None:
@@ -420,7 +423,7 @@ class Presence:
         came |= {it for it in range(self._size) if it not in came and self._waits(it)}
 
     def all_wait(self, came: set[int]) -> bool:
-        """Return whether all ranks in ``came`` still wait, and remove the ranks that do not wait."""
+        """Return whether all ranks in ``came`` still wait. Remove the ranks that do not wait from ``came``."""
         gone = {rank for rank in came if not self._waits(rank)}
         came -= gone
         return not gone

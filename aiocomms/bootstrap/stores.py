@@ -90,9 +90,9 @@ def connect_store(
     :param elsewhere: whether ranks are on other hosts, which do not reach a loopback address.
     :param timeout: the time limit for the connection in seconds; also the default timeout of the store's calls.
     :returns: a store object that only the caller uses.
-    :raises ArgumentError: the host does not resolve, is a wildcard address, is another machine, or is a loopback
-        address although ranks are on other hosts. The same error is raised if the port is in use, or if other hosts
-        could reach the store and the job has no token.
+    :raises ArgumentError: the host does not resolve, is a wildcard address, or is a loopback address although ranks are
+        on other hosts. Rank 0 also raises this error if the host is not the machine of rank 0, if the port is in use,
+        or if other hosts could reach the store and the job has no token.
     :raises StoreLostError: no server answered at the address in time.
     :raises AuthError: the server at the address has another token.
     :raises ProtocolError: the server is a store of another version, or no store of a job at all.

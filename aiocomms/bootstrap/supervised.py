@@ -37,7 +37,7 @@ def report_formed(rank: int, size: int, base: str, epoch: int) -> None:
 
     The launcher does not need a report of smaller communicators.
 
-    :param base: the communicator's name in its first epoch.
+    :param base: the communicator's name before its first reconfiguration.
     """
     _report(rank, size, f"formed {epoch} {base}")
 

@@ -28,7 +28,7 @@ _SECRETS = ("TOKEN", "SECRET", "KEY", "PASS")
 
 
 def run(*, as_json: bool) -> int:
-    """Print the sections.
+    """Print all sections: the versions, the transports, the devices, and so on.
 
     :param as_json: whether to print one JSON object, in which each section is an object.
     """

@@ -120,7 +120,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     def transports(self) -> dict[str, str]:
         """A dict from each operation family to the name of the family's transport.
 
-        The families are ``"p2p"``, ``"collectives"`` and ``"rma"``.
+        The families are ``"p2p"``, ``"collectives"`` and ``"rma"``. If no transport has RMA, messages carry the
+        one-sided operations, and the value of ``"rma"`` begins with ``"two-sided over"``.
         """
         names: dict[str, str] = {str(family): name for family, name in self._plan.names.items()}
         if "rma" not in names and "p2p" in names:
@@ -134,7 +135,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
     @property
     def closed(self) -> bool:
-        """True once the communicator was closed on this rank."""
+        """True once this rank has begun to close the communicator."""
         return self._core.closed
 
     @property
@@ -185,9 +186,9 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         return Lane(self, key)
 
     def _follow_lanes(self) -> None:
-        """Make each op that is called from now on check whether the task has a current lane.
+        """Switch on a check: each later call of an op checks whether the task has a current lane.
 
-        Until a program first enters a lane, its calls avoid the cost of this check.
+        Before a program first enters a lane, its calls avoid the cost of this check.
         """
         self._issue = self._issue_in_current_lane  # type: ignore[method-assign]
         if self._shortcuts is not None:
@@ -239,9 +240,9 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             await self._leave()
 
     async def _leave(self) -> None:
-        """Withdraw this communicator from the live view and from the rendezvous.
+        """Withdraw this communicator from the view of ``aiocomms top`` and from the rendezvous.
 
-        Other communicators may continue to use the live view and the rendezvous. This method does not block the loop:
+        Other communicators may continue to use the view and the rendezvous. This method does not block the loop:
         it runs blocking calls in another thread.
         """
         leaving, self._leaving = self._leaving, None
@@ -367,8 +368,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     ) -> Communicator | None:
         """Check that the ranks agree on the groups of a split, and form the new communicator of this rank's group.
 
-        :param gathered: the work whose result has, for each rank, the members and the child's name that the rank passed
-            to the split.
+        :param gathered: the work whose result has, for each rank, the members and the new communicator's name that the
+            rank passed to the split.
         """
         claims: list[tuple[list[int], str]] = await gathered
         for rank, (claim, name) in enumerate(claims):
@@ -423,7 +424,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     ) -> Communicator:
         """Form a communicator that replaces this communicator.
 
-        The call is collective over the remaining ranks. The call also works if this communicator is already lost.
+        The call is collective over the remaining ranks, which are the ranks that stay in the group. The call also
+        works if this communicator is already lost.
 
         When the new communicator is formed, this communicator is closed. Until then, the pending ops of this
         communicator continue, unless this communicator is lost.

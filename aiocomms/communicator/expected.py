@@ -1,4 +1,4 @@
-"""The class of the receives that this library itself posts, and of the tasks that wait for them.
+"""The class that records the receives that this library itself posts, and the tasks that wait for them.
 
 The library keeps these receives pending, because the messages may arrive at any time.
 """

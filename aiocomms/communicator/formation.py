@@ -132,8 +132,8 @@ async def _form(
 async def _counted(rendezvous: StoreRendezvous) -> Callable[[], None] | None:
     """Add the number of this process's torch threads to the counter of this host in the store.
 
-    :returns: on one of the ranks that share a counter, a function that warns if these ranks have too many threads. On
-        the other ranks, None.
+    :returns: a function on one of the ranks that share a counter, and None on the other ranks. The function warns if
+        these ranks have too many threads.
     """
     store = rendezvous.store
     if store is None or not crowding.may_crowd(rendezvous.size):

@@ -1,4 +1,4 @@
-"""The base class of the communicator's method families. Each family starts its ops with the method ``_issue``."""
+"""The base class of classes such as ``PointToPoint``, which have a communicator's methods for one kind of ops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aiocomms.transport.native import Shortcuts
 
 
 class Inside(checks.CheckedComm, Protocol):
-    """The part of a communicator's core that method classes such as ``PointToPoint`` use."""
+    """The part of a communicator's core that classes such as ``PointToPoint`` use."""
 
     worded: Callable[[CommError], CommError]
     """See :class:`aiocomms.progress.work.Owner`."""
@@ -45,7 +45,7 @@ class Inside(checks.CheckedComm, Protocol):
 
 
 class Issuer(Handle, ABC):
-    """The base class of method classes such as ``PointToPoint``, with the methods that start an op."""
+    """The base class of classes such as ``PointToPoint``. This class has the methods that start an op."""
 
     name: str
     rank: int

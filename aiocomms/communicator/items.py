@@ -78,7 +78,7 @@ class Kind(ABC, Generic[T]):
 
     @abstractmethod
     def arriving(self, header: bytes, device: torch.device) -> Arriving:
-        """Receive the item that a header describes.
+        """Return a generator whose steps receive the item that a header describes.
 
         :raises ProtocolError: the header or a message is invalid. The returned generator raises this error.
         """

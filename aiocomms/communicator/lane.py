@@ -59,9 +59,10 @@ class Lane(PointToPoint, Collectives, Objects):
     failure that loses the communicator, such as a missed deadline or a mismatch, all the communicator's lanes are lost.
 
     ``with comm.lane(key):`` makes the lane current in this task, and in the tasks and threads that are started within
-    the block. Within the block, all collectives, messages and objects of the communicator run in the lane. For example,
-    ``comm.all_reduce(x)`` runs in the lane. An exception that leaves the block aborts the lane on all ranks, see
-    :meth:`abort`. Without the abort, the other ranks might wait for operations that this rank will never call.
+    the block. Within the block, the communicator's collectives and its sends and receives (messages and objects) run in
+    the lane. For example, ``comm.all_reduce(x)`` runs in the lane. An exception that leaves the block aborts the lane
+    on all ranks, see :meth:`abort`. Without the abort, the other ranks might wait for operations that this rank will
+    never call.
     """
 
     name: str
@@ -209,7 +210,7 @@ class Lane(PointToPoint, Collectives, Objects):
         return self._core.follow(work, self._seconds, look_after, index)
 
     def _adopted(self, work: LaneWork[Any], part: RunPart) -> None:
-        """Hand over to the router a message that native code has posted without the router."""
+        """Register a message with the core's router, because native code has posted the message without the router."""
         self._core.router.adopt(work, part)
 
     def _asked(self, hints: Mapping[str, Any] | None, timeout: OpTimeout) -> float:

@@ -79,26 +79,26 @@ class _ObjectCollective(Op, frozen=True, eq=False):
 
 
 class BroadcastObject(_ObjectCollective, frozen=True, eq=False):
-    """Every rank gets the root's object."""
+    """The op in which every rank gets the root's object."""
 
     name = kind = "broadcast_object"
 
 
 class AllGatherObject(_ObjectCollective, frozen=True, eq=False):
-    """Every rank gets the objects of all ranks."""
+    """The op in which every rank gets the objects of all ranks."""
 
     name = kind = "all_gather_object"
     rooted = False
 
 
 class GatherObject(_ObjectCollective, frozen=True, eq=False):
-    """The root gets every rank's object."""
+    """The op in which the root gets every rank's object."""
 
     name = kind = "gather_object"
 
 
 class ScatterObject(_ObjectCollective, frozen=True, eq=False):
-    """Every rank ``r`` gets the object with index ``r`` in the root's list."""
+    """The op in which every rank ``r`` gets the object with index ``r`` in the root's list."""
 
     name = kind = "scatter_object"
 

@@ -80,11 +80,14 @@ class Parcel:
             yield [Offload(self.prepare)]
 
     def let_go(self) -> None:
-        """Free the copies. The call blocks: the kernel takes some milliseconds to free 64 MiB."""
+        """Free the copies that :meth:`prepare` has made.
+
+        The call blocks: the kernel takes some milliseconds to free 64 MiB.
+        """
         self._items = []
 
     def released(self) -> Steps:
-        """Yield the steps to run after all messages have been sent: these steps free the copies."""
+        """Yield the steps that free the copies of :meth:`prepare`, to be run after all messages have been sent."""
         if self._copied:
             yield [Offload(int)]  # One turn of the loop later no caller holds the last message.
             yield [Offload(self.let_go)]

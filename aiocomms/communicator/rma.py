@@ -37,9 +37,9 @@ class OneSided(Issuer):
         :raises ArgumentError: the tensor cannot be opened; nothing was sent.
         :raises MismatchError: the ranks' dtypes differ; the communicator stays usable.
         :raises CommAbortedError: the call was cancelled on another rank. A cancelled call ends the
-            communicator: some ranks may already have the window, and would wait for the rank of the cancelled call to
-            close the window.
-        :raises UnsupportedOperation: no transport of this communicator has RMA.
+            communicator, because some ranks may already have the window. These ranks would wait until the rank of the
+            cancelled call closes the window.
+        :raises UnsupportedOperation: the transports of this communicator have neither RMA nor messages.
         """
         return await self._begin_window(tensor, timeout)
 

@@ -1,4 +1,4 @@
-"""The class ``Core``, which has one communicator's transports and works, and which loses or closes the communicator.
+"""The class ``Core``, which has one communicator's transports and works, and handles failures and the close.
 
 Programs hold an :class:`aiocomms.Communicator`, which starts ops through a :class:`Core`. The module
 :mod:`aiocomms.core.lifecycle` decides how the state of a communicator changes. This module runs the actions of each
@@ -123,7 +123,7 @@ class Core(Posting):
         self._serve()
 
     def _serve(self) -> None:
-        """Listen for failures and notes of other ranks.
+        """Listen for failures, and for notes (small messages) of other ranks.
 
         Also handle the failures and notes that have arrived while this rank was opening the communicator.
         """
@@ -267,7 +267,7 @@ class Core(Posting):
             self._expire_all(work, why)
 
     def _inquire(self, work: StartedWork[Any], why: str) -> None:
-        """Ask the peer of a late op what the peer is doing, then let the op fail. The op is a receive or a wait."""
+        """Ask the peer of a late receive, probe or ``wait_signal`` what the peer is doing, then let the op fail."""
         queue, now = work.queue, clock.now()
         posted = None if queue is None else queue.get(work)
         if posted is not None:  # A work without an entry has become done meanwhile.
@@ -276,7 +276,7 @@ class Core(Posting):
             self._inquiry.begin(late, lambda report: self.driver.call_threadsafe(self._expire_alone, work, report, why))
 
     def _expire_alone(self, work: StartedWork[Any], report: str, why: str) -> None:
-        """Let the late receive or wait fail, but no other op.
+        """Let the late receive, probe or ``wait_signal`` fail, but no other op.
 
         If a message or signal has already matched the op, the communicator is lost.
         """

@@ -1,11 +1,11 @@
 """The inquiry: after the deadline of a receive, this rank asks other ranks what they are doing.
 
-The answers become part of the error's text. The communicator stays usable. This rank sends its question as a note of
-the transport. The first question goes to the rank for which the receive has waited. The next question goes to the rank
-for which that rank waits, or has waited until a deadline, and so on. The inquiry stops at a rank that waits for no
-other rank, or when the chain of ranks closes a circle. Each rank answers on a background thread, so that a busy loop
-does not prevent the answer. If a rank does not answer in time, the error's text can say so. If a rank cannot be asked,
-the error's text says nothing about it.
+The answers become part of the error's text. The communicator stays usable. This rank sends its question as a note (see
+:meth:`aiocomms.transport.Transport.say`). The first question goes to the rank for which the receive has waited. The
+next question goes to the rank for which that rank waits, or has waited until a deadline, and so on. The inquiry stops
+at a rank that waits for no other rank, or when the chain of ranks closes a circle. Each rank answers on a background
+thread, so that a busy loop does not prevent the answer. If a rank does not answer in time, the error's text can say so.
+If a rank cannot be asked, the error's text says nothing about it.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Failure(msgspec.Struct, frozen=True):
     """The reason why a communicator is lost. The error of each work depends only on this reason."""
 
     error: CommError
-    """The error.
+    """The error that describes the failure.
 
     The error names the rank that the error is about. If an op of this rank has failed, the error also names the op and
     this rank.
@@ -159,7 +159,7 @@ def lose(life: Life, failure: Failure, *, here: bool) -> Step:
 
     :param here: whether the caller runs on the loop's thread, and not in a signal handler. If so, the works end first:
         the tasks that await the works resume only after all actions. Otherwise the works end last, because resumed
-        tasks may close objects that the other actions need.
+        tasks may close objects that the other actions need. After a missed deadline, the works always end last.
     """
     if life.state in (State.LOST, State.CLOSED):
         return life, ()
@@ -185,7 +185,7 @@ def close(life: Life) -> Step:
 
 
 def release(life: Life) -> Life:
-    """Enter the state closed, after pending ops have had time to end. Later failures have no effect."""
+    """Change the state to ``CLOSED``, after pending ops have had time to end. Later failures have no effect."""
     return Life(State.CLOSED, life.failure, life.closed)
 
 

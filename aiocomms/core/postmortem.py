@@ -2,9 +2,9 @@
 
 When a deadline passes, every rank writes its activity to the store of the rendezvous. The *reporting rank*, whose
 deadline has passed, waits briefly for the other ranks' records. The reporting rank derives a verdict from the records,
-and writes the verdict to the store. Then the pending works end. The post mortem runs in a thread. Its duration and the
-size of each record are limited. The verdict also names the ranks that wrote no record in time. If a rank does not get
-the verdict in time, the errors of its works contain no verdict.
+and writes the verdict to the store. Then the pending works end. The post mortem runs in a thread. The duration of the
+post mortem and the size of each record are limited. The verdict also names the ranks that wrote no record in time. If a
+rank does not get the verdict in time, the errors of its works contain no verdict.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PATIENCE, LONGER = 0.2, 0.3
-"""The lengths of two waits in seconds, both from the loss of the communicator on.
+"""The lengths of two waits in seconds. Both waits begin at the loss of the communicator.
 
 For ``PATIENCE`` seconds the reporting rank reads the other ranks' records. For ``LONGER`` seconds the works wait for
 the verdict. A work must fail within 0.5 s after its deadline. The remaining 0.2 s are a reserve for a busy machine.
@@ -50,7 +50,7 @@ _DOING, _VERDICT = "doing", "verdict"
 """The keys of the records in the store: each rank's activity, and the reporting rank's verdict."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.01
 _LARGEST = 16384
-"""The largest size of another rank's report, in bytes."""
+"""The largest size of a record from another rank, in bytes."""
 _BRIEFS = ControlCodec[Brief](Brief, "what a rank says it is doing", limit=_LARGEST)
 _VERDICTS = ControlCodec[Verdict](Verdict, "a verdict", limit=_LARGEST)
 
@@ -136,7 +136,7 @@ class PostMortem:
         return Verdict(report, absent if op.collective is None else behind(op, briefs, silent, absent))
 
     def _hear(self, key: str, ranks: Sequence[int], seconds: float) -> dict[int, bytes]:
-        """Read the ranks' records until all are read, the time is over, or the communicator is closed."""
+        """Read the ranks' records until all are read, the time limit has passed, or the communicator is closed."""
         heard: dict[int, bytes] = {}
         pause = _FIRST_PAUSE
         while True:

@@ -1,8 +1,8 @@
 """The conversion of bytes and numbers of the host into tensors on a device, and back.
 
-The conversion does not wait for the current stream. torch's copy between the host and a GPU blocks its thread until the
-current stream is idle. On the loop's thread, the current stream belongs to the program. The kernels of this stream may
-run long, or wait for ops of this rank. So these functions make an idle stream current for the copy.
+The conversion does not wait for the current stream. torch's copy between the host and a GPU blocks the calling
+thread until the current stream is idle. On the loop's thread, the current stream belongs to the program. The kernels of
+this stream may run long, or wait for ops of this rank. So these functions make an idle stream current for the copy.
 """
 
 from __future__ import annotations

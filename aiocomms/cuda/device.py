@@ -88,7 +88,7 @@ class Cuda(Protocol):
         """
 
     def share(self, storage: torch.UntypedStorage) -> Shared | None:
-        """Return a record with which one other process can map memory; None for memory that CUDA cannot share."""
+        """Return a record with which one other process can map this memory; None if CUDA cannot share the memory."""
 
     def map(self, shared: Shared) -> Mapped | None:
         """Map another process's memory. The call blocks, so do not call this method on the event loop.

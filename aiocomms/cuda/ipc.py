@@ -129,7 +129,7 @@ def _plain(handle: bytes) -> bytes | None:
 
 @contextlib.contextmanager
 def aside(index: int) -> Iterator[None]:
-    """Make an idle stream current, because torch's IPC calls use events, and wait for the current stream."""
+    """Make an idle stream current until the context ends, because torch's IPC calls wait for the current stream."""
     with torch.cuda.device(index), torch.cuda.stream(_nothing(index)):
         yield
 

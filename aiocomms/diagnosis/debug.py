@@ -172,7 +172,7 @@ def _ended(coroutine: object) -> bool:
 def _used(op: Op, buffers: Buffers) -> Buffers:
     """Return the parts of an op's buffers that the op reads or writes.
 
-    For ``put_v`` and ``get_v``, these parts are the listed runs.
+    For ``put_v`` and ``get_v``, these parts are the runs of consecutive elements that the op lists.
     """
     if not isinstance(op, (PutV, GetV)):
         return buffers

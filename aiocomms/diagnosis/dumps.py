@@ -106,7 +106,7 @@ def wanted() -> bool:
 
 
 def try_write(snapshot: Snapshot) -> Path | None:
-    """Write a file to ``AIOCOMMS_RECORDER_DIR``, or to the default folder, and return the path of the file.
+    """Write a recorder's content to a file in ``AIOCOMMS_RECORDER_DIR``, or in the default folder. Return the path.
 
     Return None if files are switched off, or if the write fails. A failure is logged once.
     """
@@ -120,7 +120,7 @@ def try_write(snapshot: Snapshot) -> Path | None:
 
 
 def write(snapshot: Snapshot, folder: str | os.PathLike[str] | None = None) -> Path:
-    """Write a file.
+    """Write the content of a flight recorder to a new file.
 
     :param folder: the target folder; None: ``AIOCOMMS_RECORDER_DIR``, or the default folder.
     :returns: the path of the file.
@@ -184,7 +184,7 @@ class Record:
         return None
 
     def write_later(self) -> None:
-        """Write the file in a background thread, unless files are switched off."""
+        """Write the ops to a file in a background thread, unless files are switched off."""
         if wanted():
             in_background(self._write)
 
@@ -202,7 +202,7 @@ class Record:
 
 
 def encode(snapshot: Snapshot) -> bytes:
-    """Return the content of a file."""
+    """Encode the content of a flight recorder as the content of a file."""
     encoder = msgspec.json.Encoder()
     lines = [encoder.encode(item) for item in snapshot.items()]
     room = LARGEST - sum(map(len, lines)) - len(lines)

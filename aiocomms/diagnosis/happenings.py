@@ -1,4 +1,4 @@
-"""The file with the events of a simulated world. The flight recorders of the world's ranks are in the same folder."""
+"""The format of the file with a simulated world's events. The flight recorders of the ranks are in the same folder."""
 
 from __future__ import annotations
 

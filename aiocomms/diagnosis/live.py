@@ -34,7 +34,8 @@ PREFIX: Final = "aiocomms-live"
 TOLD: Final = 1024
 """The maximum number of a communicator's pending ops that a client gets.
 
-The client gets the oldest ops. It gets idle ops only if all other pending ops fit.
+The client gets the oldest ops. It gets idle ops (receives for messages that may never come) only if all other pending
+ops fit.
 """
 PATIENCE: Final = 1.0
 """The number of seconds within which a client must read each message."""
@@ -139,7 +140,7 @@ class LiveView:
         return None if listener is None else Leaving(listener, self._stopped)
 
     def _start(self) -> None:
-        """Listen, and start the thread.
+        """Listen on a new socket, and start the thread that serves the socket.
 
         :raises OSError: there is no free descriptor.
         :raises RuntimeError: the system cannot start a thread.

@@ -17,7 +17,7 @@ def listen(call: Callable[[str], object]) -> None:
 
 
 def dump_on_signal(signum: int = signal.SIGUSR1) -> None:
-    """Install a handler for a signal: write every communicator's flight recorder, then call the previous handler.
+    """Install a signal handler that writes all flight recorders to files, and then calls the previous handler.
 
     The handler runs on the main thread, even while that thread's event loop is blocked in Python code or waits in a
     system call.

@@ -160,7 +160,7 @@ class Brief(msgspec.Struct, omit_defaults=True):
 
 
 class Format(msgspec.Struct):
-    """The first field of a file's header, in every version."""
+    """The first field of a file's header. The header has this field in every version of the file format."""
 
     format: str
 

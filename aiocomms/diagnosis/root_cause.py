@@ -4,7 +4,7 @@ torchrun assumes that the first failure is the cause. torchrun compares the time
 without a file, torchrun uses the time at which it notices the end of the process. Among failures in the same second,
 torchrun chooses the lowest rank. When one process has ended, torchrun ends the other processes.
 
-Rank 1 may fail only because rank 0 has failed. The process of rank 1 then often ends before the process of rank 0,
+Suppose that rank 1 fails because rank 0 has failed. The process of rank 1 then often ends before the process of rank 0,
 because rank 0 must still close its resources. So if a rank's error names another rank as the cause, the rank reports a
 later time to torchrun, and waits before its process ends.
 """

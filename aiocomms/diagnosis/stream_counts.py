@@ -163,9 +163,9 @@ Key = tuple[str, int, int, int]
 
 
 def key_of(op: str, peer: int, tag: int, channel: int) -> Key:
-    """Return the key of a message. All messages with the tags of one end of a stream have the same key.
+    """Return the key of a message.
 
-    Only the first message of each end has a different key.
+    All messages with the tags of one end of a stream have the same key, except the first message of this end.
     """
     return op, peer, channel, tag if channel == STREAM else tag // _PARTS
 

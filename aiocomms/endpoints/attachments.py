@@ -2,7 +2,7 @@
 
 Both ends open and close windows in the same order, which rank 0, the leader, decides. Rank 0 opens or closes a window
 first, and then sends a note to rank 1. Rank 1 makes the same calls in the order of the notes. If rank 1 wants to open
-or close a region, rank 1 asks rank 0. A note arrives even if no receive is pending.
+or close a region, rank 1 asks rank 0. A note is a short message, which arrives even if no receive is pending.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Question:
 
 
 class Attachments:
-    """The attachments of one connection: the regions that are open. All methods run on the event loop's thread."""
+    """The attachments of one connection: the open regions of both ends. All methods run on the event loop's thread."""
 
     def __init__(
         self,
@@ -333,7 +333,7 @@ class Attachments:
             self.say(Closing(attachment.owner, attachment.number, why[:LONGEST_WHY]))
 
     async def _follow(self) -> None:
-        """Open and close windows as the leader has ordered, in the order of the leader's notes."""
+        """Open and close windows as the leader's notes say, in the order of these notes."""
         try:
             while self._orders:
                 order = self._orders.popleft()

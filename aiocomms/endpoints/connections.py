@@ -1,9 +1,9 @@
 """The code that forms and closes the connections of one endpoint.
 
 The endpoint that wants a connection calls the other endpoint. The caller opens a socket, proves that its process
-belongs to the job, and names its endpoint. Once the other endpoint has agreed, the caller confirms the call. Then both
-endpoints form a communicator of two ranks over the socket of the call, and close the socket. If two endpoints call each
-other at the same time, the endpoint with the lower number refuses the other endpoint's call.
+belongs to the job, and sends the address of its endpoint. Once the other endpoint has agreed, the caller confirms the
+call. Then both endpoints form a communicator of two ranks over the socket of the call, and close the socket. If two
+endpoints call each other at the same time, the endpoint with the lower number refuses the other endpoint's call.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from aiocomms.progress.driver import Bell, LoopDriver
 
 _log = logging.getLogger("aiocomms")
 _ANSWERS: Final = 10.0
-"""The number of seconds within which a caller must name its endpoint."""
+"""The number of seconds within which a calling endpoint must send its address and confirm its call."""
 _AT_ONCE: Final = 32
 """The largest number of calls that this endpoint answers at the same time. Further callers wait."""
 _MOST_GONE: Final = 16
-"""The largest number of connections that the other end has closed before a task has accepted them."""
+"""The largest number of connections that wait for :meth:`Connections.accept` although the other end has closed them."""
 _PAUSE: Final = 0.01
-"""The pause in seconds after a call that gave way to a call of the other endpoint.
+"""The pause in seconds after a call that was given up because a call of the other endpoint takes precedence.
 
 If the other endpoint's call has failed, this endpoint calls again after the pause.
 """
@@ -202,9 +202,9 @@ class Connections:
             self._arrival.ring()
 
     def _bound_arrived(self) -> None:
-        """Close the oldest connections above the limit :data:`_MOST_GONE`.
+        """Close the oldest connections that the other end has closed and no task has accepted.
 
-        The limit applies to connections that the other end has closed, and that no task has accepted.
+        At most :data:`_MOST_GONE` of these connections remain.
         """
         over = [peer for peer in self._arrived if peer in self._left]
         for peer in over[:-_MOST_GONE]:

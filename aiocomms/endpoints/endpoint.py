@@ -54,7 +54,7 @@ async def opened(
 
 
 class _Alone:
-    """A substitute for a communicator in checks of tensors, which need only the communicator's device."""
+    """A substitute for a communicator in the checks of tensors. The checks use only the communicator's device."""
 
     rank, size = 0, 1
     fast_check: Callable[[object, bool], bool] | None = None

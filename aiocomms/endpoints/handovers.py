@@ -28,7 +28,10 @@ from aiocomms.ops import codec
 from aiocomms.progress.driver import Bell, LoopDriver, Promise
 
 MOST_BODY: Final = 256 * 1024
-"""The largest size in bytes of a body, which contains the indices of the blocks and the program's object."""
+"""The largest size in bytes of a note's body.
+
+The body contains the program's object, and in a :class:`Lend` also the indices of the blocks.
+"""
 _PIECE: Final = 1600
 """The largest number of bytes of a body in one note."""
 _MOST_WAITING: Final = 1024

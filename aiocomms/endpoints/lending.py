@@ -111,7 +111,7 @@ def cut(lent: Lent, *, in_order: bool) -> LentStep:
 
 
 def quiet(lent: Lent) -> LentStep:
-    """Record that this end of the connection is closed, so this process writes nothing more into the blocks."""
+    """Record that this end of the connection is closed: this process writes no more received data into the blocks."""
     if lent.state is not Out.CUT:
         return lent, ()
     return _to(lent, Out.HELD, Do.END, Do.ASK) if lent.lasting else _to(lent, Out.OVER, Do.END)

@@ -48,7 +48,7 @@ ANSWERS: Final = ControlCodec[EndpointAnswer](EndpointAnswer, "what the other en
 class EndpointCall:
     """A call to another endpoint.
 
-    The call connects, proves that this process belongs to the job, and names this endpoint.
+    The call connects, proves that this process belongs to the job, and sends this endpoint's address.
     """
 
     def __init__(self, address: Address, mine: bytes, number: int, seconds: float) -> None:
@@ -62,7 +62,7 @@ class EndpointCall:
         self._mine, self._number = mine, number
         self._call = wires().call(address.host, address.port, address.secret("connect"), seconds, address.name)
         self.nonce: bytes = os.urandom(16)
-        """The random bytes that this end contributes to the seal."""
+        """The random bytes that this end contributes to the result of :func:`seal_of`."""
         self.hang_up: Callable[[], None] = self._call.hang_up
 
     def run(self) -> tuple[EndpointLine, EndpointAnswer]:
@@ -109,7 +109,7 @@ class Pair(StoreRendezvous):
 
 
 def seal_of(caller: Address, called: Address, *nonces: bytes) -> Seal:
-    """Return the seal for the messages of two endpoints that form a connection; both ends get the same seal."""
+    """Return the seal that signs the messages of two endpoints while they connect. Both ends get the same seal."""
     return Seal(job_token(), "endpoints", caller.endpoint.hex(), called.endpoint.hex()).child(
         *(nonce.hex() for nonce in nonces)
     )

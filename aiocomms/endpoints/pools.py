@@ -47,8 +47,8 @@ class LeaseLedger:
     """One integer, the *word*, for each hand-over: the number of the hand-over, or 0 after the end of the hand-over.
 
     A borrower first reads the blocks, and then the word. The owner changes the word before another lease may get the
-    blocks. So if the word is unchanged, the data that the borrower has read is valid. A sequence lock has the same
-    principle (Lameter, "Effective Synchronization on Linux/NUMA Systems", 2005).
+    blocks. So if the word is still the hand-over's number, the data that the borrower has read is valid. A sequence
+    lock has the same principle (Lameter, "Effective Synchronization on Linux/NUMA Systems", 2005).
     """
     region: Region
     """The region through which other endpoints read the words."""
@@ -328,7 +328,7 @@ class Lease(LeasedBlocks):
         super().__init__(pool, blocks)
         self._ending = self._ended = False
         self._out: dict[LentBlocks, None] = {}
-        """The pending and held hand-overs, through which other endpoints may use the blocks."""
+        """The hand-overs that are pending, or that have ended although the borrower may still use the blocks."""
         self._busy = 0
         """The number of this endpoint's operations on the blocks."""
 

@@ -50,7 +50,7 @@ Close = Callable[..., Coroutine[Any, Any, None]]
 
 
 class Attachment:
-    """A region of one endpoint that another endpoint has opened. Each of the two has its own instance."""
+    """A region of one endpoint that another endpoint has opened. Each of the two endpoints has its own object."""
 
     owner: int
     number: int

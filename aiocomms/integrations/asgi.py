@@ -1,6 +1,6 @@
 """A service behind an ASGI application, for example of Starlette, FastAPI or Litestar.
 
-This module does not import any web framework.
+A service executes plans: units of work that rank 0 sends to all ranks. This module does not import any web framework.
 
 See ``docs/serving.md``.
 """

@@ -1,4 +1,4 @@
-"""Metrics for exporters: durations of ops by op, transport and size, and the lateness of the event loop.
+"""Metrics for exporters: durations of ops by op type, transport and size, and the lateness of the event loop.
 
 This module uses only the public hooks and :meth:`Communicator.statistics`. An exporter for another monitoring system
 can use these hooks and this method.
@@ -80,7 +80,7 @@ def instrumentable(comm: Any, also: str = "") -> None:
 
 
 def part_of(op: Op, lane: str = "") -> str:
-    """Return a prefix for the op's name by its caller: ``stream_``, ``service_``, or "" for the program itself."""
+    """Return a prefix that names the op's caller: ``stream_``, ``service_``, or "" for the program itself."""
     if getattr(op, "channel", USER) != USER:
         return "stream_"
     return "service_" if lane == SERVICE_LANE else ""

@@ -1,4 +1,7 @@
-"""Spans of ops and of plans for OpenTelemetry; needs ``pip install "aiocomms[otel]"``. See ``docs/metrics.md``."""
+"""Spans of ops, and of a service's plans, for OpenTelemetry.
+
+This module needs ``pip install "aiocomms[otel]"``. See ``docs/metrics.md``.
+"""
 
 from __future__ import annotations
 

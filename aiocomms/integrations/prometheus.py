@@ -128,7 +128,7 @@ class _Families:
 
 
 class _StreamFamilies:
-    """The metrics of streams in one scrape."""
+    """The metrics of communicators' streams in one scrape."""
 
     def __init__(self) -> None:
         self.sent = _of_streams(CounterMetricFamily, "sent", "Items sent on open streams.")

@@ -25,7 +25,7 @@ _PAUSE: Final = 0.01
 class Server(uvicorn.Server):
     """A ``uvicorn.Server`` that answers a request of each accepted connection before the server ends.
 
-    uvicorn's own server, when it ends, also closes a connection that has sent a request which the server has not read.
+    When uvicorn's own server ends, it also closes connections with a request that the server has not read.
     Then the client gets a connection reset. When this server ends, it stops listening, and waits up to :data:`LINGER`
     seconds until each connection has sent a request. Then this server closes each connection after the answer to the
     request. HTTP permits a server to close a connection after any answer.

@@ -2,8 +2,8 @@
 
 The supervisors exchange messages through a store. The first host serves this store at the rendezvous address, and only
 processes with the job's token can use the store. In the store, each host has a queue of messages. Every host polls its
-queue, so each host notices within 30 s that the first host does not answer. Every other host counts up a number in the
-store, so the first host notices that another host has failed.
+queue, so each host notices within 30 s that the first host does not answer. Every other host regularly increments a
+number in the store. If the number no longer changes, the first host knows that this host has failed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _COMES: Final = 600.0
 _LEAVES: Final = 10.0
 """The longest time, in seconds, that the first host waits for the other hosts to confirm the end of the job."""
 _ANSWERS: Final = timedelta(seconds=30)
-"""The time limit for an answer of the first host, or for a beat of another host. Then the host counts as failed."""
+"""The time limit for an answer of the first host, or for a beat of another host.
+
+After the limit, the host counts as failed.
+"""
 BEAT: Final = 5.0
 """The seconds between two beats of a host. With a beat, a host other than the first shows that it has not failed."""
 _PAUSE: Final = 0.05
@@ -106,7 +109,7 @@ class HostQueue:
         return [host for host, (_, since) in self._beats.items() if now - since >= _ANSWERS.total_seconds()]
 
     def close(self) -> None:
-        """End a pending :meth:`receive`. The thread that runs ``receive`` would keep the store alive."""
+        """End a pending :meth:`receive`. Otherwise the thread that runs ``receive`` would keep the store alive."""
         self._closed = True
 
 
@@ -155,7 +158,7 @@ class OtherHosts:
                     self._tell(tuple(event))
 
     async def watch(self) -> None:
-        """Report the hosts that have failed, and once the hosts that have not joined. This call does not end."""
+        """Report each host that has failed, or that has not joined in time. This call does not end."""
         began: float | None = anyio.current_time()
         while True:
             await anyio.sleep(BEAT)

@@ -31,7 +31,7 @@ class At(NamedTuple):
 
 
 class Job(msgspec.Struct, kw_only=True, frozen=True):
-    """The program and the number of its ranks, and the options of ``aiocomms run`` for their supervision."""
+    """The program, the number of its ranks, and the options of ``aiocomms run`` for the supervision of the ranks."""
 
     program: Sequence[str]
     """The arguments that follow ``python``, for example ``["server.py", "--debug"]`` or ``["-m", "server"]``."""
@@ -61,7 +61,7 @@ class Job(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def size(self) -> int:
-        """The number of all ranks."""
+        """The number of ranks on all hosts together."""
         return self.ranks * self.nnodes
 
     def check(self, environ: Mapping[str, str]) -> None:

@@ -112,7 +112,7 @@ class SupervisedRank:
         return len(self.begun) <= most
 
     def pause(self) -> float:
-        """Return the pause before the last counted restart, in seconds."""
+        """Return the pause in seconds before the restart that :meth:`allow` has counted last."""
         again = len(self.begun) - 2
         return 0.0 if again < 0 else min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**again)
 

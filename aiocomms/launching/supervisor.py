@@ -43,9 +43,9 @@ async def supervise(job: Job) -> int:
     If this function runs on the main thread, SIGINT and SIGTERM end the ranks, and SIGHUP replaces them one by one. The
     cancellation of the call also ends the ranks.
 
-    :returns: the exit code of the job: 0, or the code of a rank's last process. This rank is the one because of which
-        the supervisor gave up, or else the one that failed first. If a signal ended that process, the exit code is 128
-        plus the signal's number.
+    :returns: the exit code of the job: 0, or the code of a rank's last process. If the supervisor gave up because of a
+        rank, the code is from this rank. Otherwise, the code is from the rank that failed first. If a signal ended the
+        process, the exit code is 128 plus the signal's number.
     :raises ArgumentError: the job is invalid, or a port is in use. No process was started.
     :raises CommError: the ranks cannot be started, or the supervisors of other hosts have ended.
     """

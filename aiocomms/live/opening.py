@@ -1,7 +1,7 @@
 """The opening of a live group.
 
-Like :mod:`aiocomms.communicator.opening`, this module imports few modules, because the event loop may run during the
-import.
+Like :mod:`aiocomms.communicator.opening`, this module imports few modules, because the import may block a running event
+loop.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The ranks reach consensus by compare-and-swap on memory that stays valid when a rank dies (Herlihy, "Wait-free
 synchronization", TOPLAS 1991). The register of a round contains the round's number, a decided bit, and a bit for each
 rank that has contributed. A rank writes its contribution to an area, and then sets its own bit by compare-and-swap. If
-the round need not wait for any other rank, the same swap also sets the decided bit. Afterwards the bits do not change,
-and all ranks read the same bits.
+the round need not wait for any other rank, the same swap also sets the decided bit. Once the decided bit is set, the
+bits do not change, and all ranks read the same bits.
 
 Rounds with even numbers and rounds with odd numbers have separate registers and areas. Round ``n`` reuses the register
 and the areas of round ``n - 2``. Before any rank writes to an area, a swap writes the new round's number to the
@@ -40,7 +40,7 @@ MOST_HEADER: Final = HEADER - _HOLDER
 BEGIN: Final = 2
 """The number of the first round.
 
-A new register contains 0, as if all ranks had contributed to round 0 or 1 and the round was decided.
+A new register contains 0. This value means that round 0 or 1 is decided, and that all ranks have contributed to it.
 """
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ class Rounds:
         self._next: int | None = None
         """The number of this rank's next round; None if this rank's next call joins the round that is then open.
 
-        While the native code is armed, it has this number, and the value is None.
+        While the native code is armed, the native code keeps the number, and this attribute is None.
         """
         self._was_in = False
         """True if it is certain that this rank contributed to its last round.
@@ -134,7 +134,7 @@ class Rounds:
             self._shortcut.arm(number)
 
     def learn(self, native: NativeCall, header: bytes) -> None:
-        """Store a call and its header, so that :attr:`call` can make the call. The tensors are as they were checked."""
+        """Store a call and its header, so that :attr:`call` can make the call. First check the call's tensors."""
         if self._shortcut is not None:
             how = native.operator
             self._shortcut.know_call(native.kind, native.given, native.op, how.kind, how.factor, self._prefix + header)
@@ -227,9 +227,9 @@ class Rounds:
         return begun
 
     def _reduced(self, round_: Round, native: NativeCall) -> Any:
-        """Reduce the contributions to an all_reduce into the tensor through native code, and return the tensor.
+        """Let native code reduce the contributions of an all_reduce into the call's tensor, and return this tensor.
 
-        If the native code cannot reduce them, return None.
+        If the native code cannot reduce the contributions, return None.
         """
         if native.kind != "all_reduce" or native.abandoned or self._shortcut is None:
             return None
@@ -256,7 +256,7 @@ class Rounds:
     async def _come(self, header: bytes, parts: Sequence[Tensor], ends: float) -> int:
         """Contribute to the next round, and return the round's number.
 
-        If this rank is late, the round may be decided without its contribution.
+        If this rank is late, the round may be decided without this rank's contribution.
         """
         if await self._registers.load(place_of(self._rank)) != self._holder:
             raise CommClosedError("another process has taken this rank's place in the group")

@@ -60,7 +60,7 @@ class Arrivals:
                     work.abandon(error)
 
     def clear(self) -> None:
-        """Remove all ops from the queues, because the works of these ops have ended."""
+        """Remove all ops from the queues, because the communicator has ended these ops."""
         for queue in self._queues.values():
             queue.calls.clear()
             queue.looks.clear()
@@ -68,7 +68,7 @@ class Arrivals:
         self._calls.clear()
 
     def note(self, tag: int, src: int) -> None:
-        """Record that a message from a rank was received. The round-robin order then begins after this rank."""
+        """Record that a message from a rank was received. The next round-robin order begins after the sender."""
         self._last.pop(tag, None)
         self._last[tag] = src
         if len(self._last) > _REMEMBERED:

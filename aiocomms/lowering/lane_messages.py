@@ -1,4 +1,6 @@
-"""Lanes over messages. Collectives match by the key of their lane, and by the order of calls within the lane.
+"""The implementation of lanes by messages.
+
+Collectives match by the key of their lane, and by the order of calls within the lane.
 
 If the transport does not implement lanes itself, the collectives of a lane are executed as messages. The tags of these
 messages are derived from the lane's key. So collectives of different lanes may be called in different orders on
@@ -26,7 +28,7 @@ Key = str | bytes | int
 """The key of a lane. Keys of different types are never equal."""
 
 _ABOVE = 1 << 62
-"""The smallest tag of the messages of lanes, and of collectives that are messages. User tags are less than 2**31."""
+"""The smallest tag of messages in lanes, and of messages that execute collectives. User tags are less than 2**31."""
 _BITS = _ABOVE - 1
 GIVEN_UP = 1 << 61
 """The tag of notices about aborted lanes. These notices use the channel of collectives."""
@@ -34,7 +36,7 @@ _MOST_FINGERPRINTS = 4096
 _SPREAD = 0x9E3779B97F4A7C15
 """The difference between two tags of a lane's messages if the program's tags of these messages differ by 1.
 
-The distance is odd. So for small tags of the program, two lanes with close numbers get different tags.
+This difference is odd. So for small tags of the program, two lanes with close numbers get different tags.
 """
 
 
@@ -58,7 +60,9 @@ def tag_of(number: int, tag: int) -> int:
 
 
 def collective_tag(number: int, op: Any) -> int:
-    """Return the tag of a collective's messages, derived from a number, the kind, the operator and the root.
+    """Return the tag of a collective's messages.
+
+    The tag is derived from a number, and from the collective's name, root and operator.
 
     The tag of a batch is derived from all its collectives. Collectives that differ only in size or dtype have the same
     tag. If the ranks disagree on the size or the dtype, the receiver finds the mismatch when a message arrives.
@@ -93,7 +97,7 @@ def collective_tags(number: int) -> list[int]:
 
 
 def within(op: Any, number: int) -> Any:
-    """Return a message, or a batch of messages, with the tags of a lane."""
+    """Return a copy of a message, or of a batch of messages, with a lane's tags in place of the program's tags."""
     if isinstance(op, ops.Batch):
         return ops.Batch(tuple(within(part, number) for part in op.parts))
     return replace(op, tag=tag_of(number, op.tag))

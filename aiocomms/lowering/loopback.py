@@ -19,8 +19,8 @@ Queues = dict[tuple[int, int], deque[tuple[M, Completion]]]
 class Loopback:
     """The sends, receives and probes of one rank to and from itself.
 
-    When the second op of a matching pair is posted, this op copies the message. A send of any size waits for its
-    receive.
+    When the second op of a matching pair is posted, this op copies the message. A send of any size waits for
+    the matching receive.
     """
 
     def __init__(self, rank: int) -> None:
@@ -85,13 +85,13 @@ class Loopback:
         return True
 
     def close(self) -> None:
-        """Fail the unmatched sends, because this rank closes the communicator."""
+        """End the unmatched sends with an error, because this rank closes the communicator."""
         for work in [work for queue in self._sends.values() for _, work in queue]:
             conclude(work, CommClosedError("this rank has closed the communicator, and had not received the message"))
         self.clear()
 
     def clear(self) -> None:
-        """Remove all ops from the queues, because the works of these ops have ended."""
+        """Remove all ops from the queues, because the communicator has ended these ops."""
         self._sends.clear()
         self._recvs.clear()
         self._probes.clear()

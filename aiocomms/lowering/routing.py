@@ -36,7 +36,10 @@ class Router(dict[type[ops.Op], Route]):
         self._comm = comm
         self._transports = transports
         self._runs: weakref.WeakKeyDictionary[Completion, weakref.ref[Run]] = weakref.WeakKeyDictionary()
-        """The runs of batches, and of lowered ops that may be withdrawn or stopped. The parts of a run hold the run."""
+        """The runs of batches, and of ops that are executed as messages and may be withdrawn or stopped.
+
+        Only the parts of a run keep the run alive.
+        """
         self.loopback: Loopback = Loopback(comm.rank)
         self.arrivals: Arrivals = Arrivals(comm)
         self.turns: Turns = Turns(comm)
@@ -127,7 +130,8 @@ class Router(dict[type[ops.Op], Route]):
     def awaited(self, work: Completion) -> Completion:
         """Return the object through which the transport completes an op.
 
-        For a batch whose collectives run one by one, this is the first pending collective. Any thread may call this.
+        For a batch whose collectives run one by one, this is the object of the first pending collective. Any thread may
+        call this method.
         """
         lowered = self._runs.get(work) if isinstance(work.op, ops.CollectiveBatch) else None
         run = None if lowered is None else lowered()
@@ -184,7 +188,7 @@ class Router(dict[type[ops.Op], Route]):
             self._messages(within(op, lane), work)
 
     def adopt(self, work: LaneWork[Any], part: RunPart) -> None:
-        """Continue a send or receive of a lane after a shortcut has posted the message to the transport.
+        """Continue a send or receive of a lane after native code has posted the message to the transport.
 
         :param part: the object through which the transport completes the message.
         """

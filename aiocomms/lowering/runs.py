@@ -1,4 +1,6 @@
-"""Runs of schedules. A run posts the messages of a step, and continues when all of these messages are complete.
+"""The execution of schedules (:mod:`aiocomms.lowering.schedules`).
+
+A run posts the messages of a step, and continues when all of these messages are complete.
 
 No task runs a schedule. The completion of a step's last message resumes the schedule. So if all messages of an op have
 already arrived, the op completes during its start.
@@ -30,7 +32,7 @@ class Poster(Protocol):
     name: str
     device: torch.device
     ledger: Ledger
-    """The ledger of calls. The ledger's count of collectives is equal on all ranks, and serves as a tag of messages."""
+    """The counts of the communicator's ops. The count of collectives is equal on all ranks, and is used as a tag."""
 
     def post(self, op: ops.Op, work: Completion) -> None:
         """Pass an op to the transport that executes the op."""
@@ -131,7 +133,7 @@ class Run:
     def adopt(self, part: RunPart) -> None:
         """Continue after the first step.
 
-        A shortcut has already posted the only message of the first step to the transport.
+        Native code has already posted the only message of the first step to the transport.
 
         :param part: the object through which the transport completes this message.
         """
@@ -163,7 +165,7 @@ class Run:
         return True
 
     def _break_off(self, error: BaseException) -> None:
-        """Fail an op that cannot continue.
+        """Handle an error after which an op cannot continue.
 
         If no message was posted, raise ``error``. If a message was posted, end the op and the communicator.
         """
@@ -256,7 +258,10 @@ class Run:
 
 
 class BatchRun(Run):
-    """The run of a batch. The batch fails only when the transport no longer uses its tensors."""
+    """The run of a batch. If a message fails, the batch ends with an error when its other messages have ended.
+
+    After a :class:`MismatchError`, the batch ends at once.
+    """
 
     __slots__ = ("_all_posted", "_fault")
 

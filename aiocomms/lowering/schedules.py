@@ -194,8 +194,8 @@ def scan(g: Context, op: ops.Scan) -> Steps:
 def _doubling(g: Context, op: reductions.ReduceOp, accumulator: Tensor) -> Steps:
     """Reduce by recursive doubling (Thakur et al. 2005, 4.5).
 
-    The ranks below the largest power of two run the doubling. Each other rank first sends its tensor to one of these
-    ranks, and receives the result at the end.
+    Let p be the largest power of two that is not larger than the number of ranks. The ranks below p run the doubling.
+    Each other rank first sends its tensor to one of these ranks, and receives the result at the end.
     """
     received = torch.empty_like(accumulator)
     power = 1 << (g.size.bit_length() - 1)

@@ -274,7 +274,7 @@ class TwoSided(Transport):
 
 
 class _Service:
-    """The work of a service for one rank, or of a window's close.
+    """The object that records the end of a service for one rank, or of a window's close.
 
     No program awaits this object.
     """

@@ -12,18 +12,18 @@ to connect to the other ranks           :func:`listen_at`; :func:`tune`, for a c
 to authenticate in other ways           :func:`mac` and :func:`same`, with a key of :meth:`Rendezvous.secret`;
                                         :func:`check_exposed`, before listening; :data:`MAX_RECORD`
 to pass no descriptor to children       :func:`closed_on_exec`
-to make a buffer                        :mod:`buffers`, whatever torch modes the program has switched on;
+to make a buffer                        :mod:`buffers`, on which the program's torch modes have no effect;
                                         :func:`unaffected`, for other code outside ``post`` and ``progress``
 to check that a tensor fits its memory  :func:`has_room`
 to move memory safely                   :func:`in_use`; :func:`register`, for an object (not an op) that uses memory
 to copy a message within a process      :func:`copy_message`
 to close connections in a forked child  :class:`Unshared`
 to make a call before Python ends       :func:`at_end`
-to tell versions of a protocol apart    :class:`Dialect` and :data:`HEAD_BYTES`, which precede all other bytes
+to distinguish versions of a protocol   :class:`Dialect` and :data:`HEAD_BYTES`, which precede all other bytes
 to send control messages to ranks       :class:`ControlCodec`
 to use a store                          :func:`serve_store`, :func:`reach_store`, :func:`admitting`,
                                         :func:`store_errors`
-to raise the errors of all transports   :func:`closed_by`, :func:`gone`, :func:`misfit`, :func:`disagreement`,
+to raise errors as all transports do    :func:`closed_by`, :func:`gone`, :func:`misfit`, :func:`disagreement`,
                                         :class:`Reason`
 ======================================= ================================================================================
 

@@ -85,7 +85,7 @@ class Network(Protocol):
         :param hello: the first object that the listening process gets.
         :param answered: a function that is called once, with True if the connection was accepted. False means that no
             process listens there, or that the connection broke before the answer. If the connection was not accepted,
-            ``on_end`` is not called.
+            the ``on_end`` of :meth:`Conduit.hear` is not called.
         """
 
 

@@ -48,13 +48,13 @@ class ControlCodec(Generic[_T]):
     def decode(self, data: bytes | bytearray | memoryview, peer: int | None = None) -> _T:
         """Return the message that :meth:`encode` encoded.
 
-        :param peer: the rank that has sent the message; the error names this rank.
+        :param peer: the rank that has sent the message; the error names the sender.
         :raises ProtocolError: the data are not a message of this format, are too long, or are of another version.
         """
         return self._decode(self._body(data, peer), peer)
 
     def encode_padded(self, word: _T, size: int) -> bytes:
-        """Return a message as bytes, padded to at least ``size`` bytes, for a receiver that must know the size."""
+        """Return a message as bytes, padded to at least ``size`` bytes, for a receive with a buffer of fixed size."""
         body = self._encoder.encode(word)
         return (self._head + len(body).to_bytes(_LENGTH_BYTES, "little") + body).ljust(size, b"\0")
 

@@ -35,7 +35,7 @@ def copy_message(given: Tensor, wanted: Tensor, src: int) -> CommError | None:
 
 
 class YieldingCopy:
-    """A copier of tensors that leaves the processor to all other threads and processes. Any thread can stop the copier.
+    """A copier of tensors that gives precedence to all other threads and processes. Any thread can stop the copier.
 
     A native thread with the lowest priority makes the copies. During a copy, the caller's thread waits, and does not
     hold the interpreter's lock. The caller's thread itself copies tensors that need a conversion. Without native code,

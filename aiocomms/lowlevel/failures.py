@@ -42,7 +42,7 @@ MismatchError is not one of these classes, because either of the two ranks may b
 
 
 def is_caused(error: BaseException | None) -> bool:
-    """Return True if the error ends this rank, and this rank knows that another rank has caused the error."""
+    """Return True if this rank's error, or the error's ``__cause__``, says that another rank is at fault."""
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_caused, error.exceptions))
     if isinstance(error, CommTimeoutError) and error.late:

@@ -25,7 +25,7 @@ def uncompiled(function: _F) -> _F:
 
 
 def _skip(function: FunctionType) -> None:
-    """Make torch compile neither the function nor the functions that it calls."""
+    """Prevent torch from compiling a function, and the functions that this function calls."""
     # An older torch lacks this setting. It looks at each frame, and skips frames that it cannot compile.
     with contextlib.suppress(ImportError):
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy

@@ -116,8 +116,9 @@ class Wires(Protocol):
 
         :param host: a name or an address of this host.
         :returns: a function that listens at this address, on a free port, and does not block. The returned function
-            raises an ArgumentError if ``host`` is not one address of this host, or if other hosts could reach the
-            address and the job has no token. If listening fails, the returned function raises a CommError.
+            raises an ArgumentError if ``host`` is a wildcard or is not an address of this host. The same error is
+            raised if other hosts could reach the address and the job has no token. If listening fails, the returned
+            function raises a CommError.
         :raises ArgumentError: ``host`` does not resolve to an address.
         """
 

@@ -183,8 +183,8 @@ class SocketReception:
         """Listen on a free port.
 
         :param here: the address that :meth:`SocketWires.find` has found.
-        :raises ArgumentError: the address is not one address of this host; or other hosts could reach the address, and
-            the job has no token.
+        :raises ArgumentError: the address is a wildcard, or is not an address of this host; or other hosts could reach
+            the address, and the job has no token.
         :raises CommError: listening fails.
         """
         self._listener = _listen(host, here)

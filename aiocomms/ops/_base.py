@@ -63,7 +63,7 @@ class Op(msgspec.Struct, frozen=True, eq=False):
     kind: ClassVar[str]
     family: ClassVar[Family] = "collectives"
     withdrawable: ClassVar[bool] = False
-    """True if one rank may withdraw the op while the op is unmatched. Receives and waits for signals are such ops."""
+    """True if one rank may withdraw the op while the op is unmatched, as a receive, a probe or a wait for a signal."""
     moves: ClassVar[bool] = False
     """True if the op may move its tensors to other memory, as the opening of a window does."""
     sends: ClassVar[bool] = False

@@ -43,9 +43,9 @@ def _named(number: int, part: Op, buffers: Buffers) -> Buffers:
 
 
 def _memory_of(part: Op) -> tuple[Buffers, Buffers]:
-    """Return the tensors that a part writes, and those that it reads.
+    """Return the tensors that an op of a batch writes, and the tensors that this op reads.
 
-    If a part writes a piece of a tensor that it reads, return the larger of the two tensors as written.
+    If a written tensor and a read tensor share memory, return only the larger of the two, as a written tensor.
     """
     writes, reads = part.writes(), part.reads()
     for one in writes:

@@ -30,7 +30,7 @@ MAX_DEPTH = 100
 """The largest number of levels of a nested object."""
 
 MAX_OBJECT_BYTES = 64 * 2**20
-"""The largest size of an encoded object in bytes, with the values that are sent separately."""
+"""The largest size of an encoded object in bytes. The size includes the values that are sent separately."""
 
 MAX_ITEMS = 2**20
 """The largest number of values in an object. A value of one encoded byte can need 100 bytes after decoding."""

@@ -3,7 +3,7 @@
 Each call of ``is_neg()``, ``is_conj()`` and ``requires_grad`` takes some 100 ns. Torch reads the answers from two words
 of the tensor's C++ object (``c10/core/TensorImpl.h``). One word is the set of the tensor's dispatch keys. The other
 word is the pointer to the autograd data. The pointer is null if the tensor has no such data. The offsets of these words
-are no part of torch's interface. So :func:`find` searches the words in tensors for which the answers are known. If the
+are no part of torch's interface. So :func:`find` looks for the words in tensors for which the answers are known. If the
 function finds no offsets, native code calls torch.
 """
 

@@ -1,4 +1,4 @@
-"""Reads and writes of a program's tensors as bytes. The tensors may have been made in torch's inference mode.
+"""Functions that write a program's tensors, or return views of them. The tensors may be inference tensors of torch.
 
 An inference tensor can be written only in inference mode. The code that completes an operation runs on the loop,
 outside inference mode. This code enters inference mode only to write. Otherwise, new tensors, such as those of a
@@ -59,7 +59,10 @@ def note_copy(out: Tensor) -> None:
 
 
 def copies_under_way(gpu: int) -> list[torch.cuda.Event]:
-    """Return one CUDA event per stream with recorded copies. The event completes when the GPU has done the copies."""
+    """Return one CUDA event per stream with recorded copies.
+
+    Each event completes when the GPU has done the copies of the event's stream.
+    """
     return [event for (index, _), event in _copies.items() if index == gpu]
 
 

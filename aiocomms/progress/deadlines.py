@@ -59,7 +59,7 @@ class Watchdog:
         os.register_at_fork(after_in_child=self.reset)
 
     def reset(self) -> None:
-        """Return to the initial state without objects and without a thread. A forked child must call this method.
+        """Reset the watchdog to its initial state, without objects or threads. A forked child must call this method.
 
         The child has no copy of the watchdog's thread, and a thread of the parent may have held the lock during the
         fork.

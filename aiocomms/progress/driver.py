@@ -1,4 +1,4 @@
-"""The driver of an event loop, which polls for a few turns of the loop, and then waits for file descriptors.
+"""The driver of an event loop. It polls transports for a few turns of the loop, then waits for file descriptors.
 
 One driver serves all communicators of one event loop. Without pending ops, the driver schedules nothing. With pending
 ops, the loop's own selector waits for the descriptors of the transports. The driver uses no timer, because asyncio's
@@ -78,7 +78,7 @@ class _Source:
 
 
 class LoopDriver:
-    """The driver of one event loop, which calls the transports' ``progress`` so that works complete."""
+    """The driver of one event loop, which calls the transports' ``progress`` so that the pending ops complete."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop

@@ -44,7 +44,7 @@ class Heartbeat:
         self._looked = float("-inf")
         self._silent: list[dict[int, float]] = [{} for _ in self._transports]
         self.period: float = min(self._most / 4, _LONGEST_PERIOD) if self._transports else float("inf")
-        """The time in seconds between two calls of :meth:`look` while works are pending."""
+        """The time in seconds between two calls of :meth:`look` while ops are pending."""
 
     def silence(self, now: float) -> dict[int, float]:
         """Return the time in seconds for which each rank was silent at the last measurement.

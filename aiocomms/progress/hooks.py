@@ -76,7 +76,7 @@ class Hooked:
     def register_pre_hook(self, fn: Callable[[Op, int], object]) -> Hook:
         """Call ``fn(op, seq)`` after the checks of each op, and before the op starts.
 
-        An exception of ``fn`` stops the op.
+        If ``fn`` raises an exception, the op does not start, and the op's caller gets the exception.
 
         :returns: a handle with ``.remove()``.
         :raises ArgumentTypeError: ``fn`` cannot be called.

@@ -1,4 +1,4 @@
-"""Works in flight: the pending ops of one communicator, the code that ends each op, and the queues of deadlines."""
+"""The works (handles) of one communicator's pending ops, the code that ends each op, and the queues of deadlines."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class StartedWork(Work[T_co]):
     __slots__ = FIELDS_BELOW
 
     fault: CommError | None
-    """The error with which the transport failed the op.
+    """The error with which the transport ended the op.
 
     The value is None if the op has not failed, or if the work was abandoned or withdrawn.
     """
@@ -299,7 +299,7 @@ class Flying(NamedTuple):
     If the work is a step of a larger operation, the value contains the tasks that await the larger operation.
     """
     of: str = ""
-    """The part of this library that has called the op, such as a stream; empty if the program has called the op."""
+    """The part of this library that has called the op, such as an item stream; empty if the program has called it."""
 
     @property
     def idle(self) -> bool:
@@ -308,7 +308,7 @@ class Flying(NamedTuple):
 
 
 class Stands(Protocol):
-    """A part of this library, such as a stream, whose receives stay pending for messages that may never come."""
+    """A part of this library, such as a stream of items, whose receives wait for messages that may never come."""
 
     def standing(self) -> Iterator[tuple[StartedWork[Any], list[Waiter], str]]:
         """Yield, for each of the receives that stay pending, the receive, its waiters, and the name of its owner.

@@ -1,4 +1,4 @@
-"""The error for a forgotten ``await``: a program uses a work as if the work were the op's result.
+"""The error for a forgotten ``await``: a program uses a work (the handle of an op) in place of the op's result.
 
 A method ``__getattr__`` could recognize any name, but it would make each attribute access of a work five times as slow.
 """

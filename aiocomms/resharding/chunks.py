@@ -131,7 +131,9 @@ def _within(name: str, chunk: Chunk) -> Chunk:
 
 
 def unchanged(tensors: object, device: torch.device, records: Sequence[ChunkRecord]) -> dict[str, Chunk]:
-    """Check tensors against their records from ``open``. Return the tensors as chunks of current memory, by name.
+    """Check tensors against their records from ``open``. Return the tensors as chunks, by name.
+
+    The chunks use the memory that the tensors have at the time of this call.
 
     :param records: the records of the same tensors at ``open``.
     :raises ArgumentError: a tensor has another shape, dtype or device than at ``open``, or has no memory.

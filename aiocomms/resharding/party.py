@@ -145,8 +145,8 @@ class Party(Handle, ABC):
     async def _together(self, call: Callable[[Left], Coroutine[Any, Any, Any]], timeout: OpTimeout) -> list[Any]:
         """Call a function on each rank, and return the results of all ranks.
 
-        :param call: the function, which must fail at the deadline. After the function, each rank waits for the results
-            of the other ranks, for at most ``timeout`` plus 5 seconds.
+        :param call: the function. If it is not finished at the deadline, it must raise an error. After the function,
+            each rank waits for the results of the other ranks, for at most ``timeout`` plus 5 seconds.
         :raises MoveLostError: the function has failed on another rank.
         :raises Exception: the function has failed on this rank. The other ranks then raise MoveLostError.
         """
@@ -166,7 +166,10 @@ class Party(Handle, ABC):
         return [result for _, result in told]
 
     async def _outcome(self, call: Coroutine[Any, Any, Any]) -> tuple[Any, list[Exception]]:
-        """Run a function for :meth:`_together`. Return the result, and a list with the function's error or no error."""
+        """Run a function for :meth:`_together`, and return the result and a list.
+
+        The list contains the function's error; if there is no error, the list is empty.
+        """
         failures: list[Exception] = [CommError("its task was cancelled")]  # An error in a variable keeps its frames.
         result = None
         try:

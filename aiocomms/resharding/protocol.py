@@ -140,7 +140,7 @@ class TargetRank(NamedTuple):
     def clear(self, word: Clear) -> Next[TargetRank]:
         """Provide a buffer for a version.
 
-        If the version of the last move is not current, the last move has failed, so drop this version.
+        If the last move has failed, drop its version. A move has failed if its version is not current.
         """
         held = tuple(it for it in self.held if it.version == word.keep or it.buffer != self.filling)
         return self._replace(held=held, move=word, filling=None, missing=frozenset(word.writers))._offered()
@@ -371,9 +371,9 @@ class SourceLeader(NamedTuple):
     kind: str = LOST
     """The kind of the failure that made the source withdraw the version."""
     closed: str = ""
-    """The reason why all further moves fail, which is that a rank was closed.
+    """A text that says which rank was closed; empty if no rank was closed.
 
-    The text is empty if no rank was closed.
+    After a rank was closed, all further moves fail for this reason.
     """
 
     def enter(self, rank: int, word: Enter) -> Next[SourceLeader]:

@@ -108,7 +108,7 @@ class Source(Party):
     ) -> Self:
         """Connect to a target, and plan the moves. Collective. This source replaces the target's previous source.
 
-        If the task is cancelled, rank 0 still waits up to 5 seconds for the inventory that the target sends.
+        If the task is cancelled, rank 0 still waits up to 5 seconds for the target's answer.
 
         :param comm: the communicator of the ranks that have the weights.
         :param tensors: this rank's parts of the weights, by name. Each is a whole tensor, a DTensor or a
@@ -123,8 +123,8 @@ class Source(Party):
             shape, so the function must work elementwise. If None, torch converts and rounds the values.
         :param timeout: the deadline of each phase of this call in seconds; None: no deadline. The default is the
             communicator's timeout.
-        :raises ArgumentError: an argument is wrong, the source lacks elements that the target needs, the whole shape of
-            a tensor differs between ranks of either side, or another rank opens a target.
+        :raises ArgumentError: an argument is wrong, the source lacks elements that the target needs, the shape of a
+            whole tensor differs between ranks of either side, or another rank opens a target.
         :raises MoveLostError: another rank has failed or was cancelled.
         :raises CommError: this rank could not connect, or the communicator is lost or closed.
         """
@@ -136,7 +136,10 @@ class Source(Party):
         return self
 
     async def _meet(self, address: bytes, timeout: OpTimeout) -> None:
-        """Exchange inventories with the target and the other ranks, compute the plan, and connect to the target."""
+        """Compute the plan, and connect to the target.
+
+        For the plan, the target and the other source ranks tell this rank which chunks they hold.
+        """
         number = clock.token_bytes(16)
         await self._meet_sides(timeout)
 

@@ -151,7 +151,7 @@ class Target(Party):
 
     @property
     def version(self) -> int | None:
-        """The current version on rank 0; the highest version that is complete on this rank, on any other rank.
+        """The current version (on rank 0), or the highest version that is complete on this rank (on any other rank).
 
         The value is None if there is no such version.
         """

@@ -97,7 +97,7 @@ class Withdraw(msgspec.Struct, frozen=True, tag=4, array_like=True):
 
 
 class Inventory(msgspec.Struct, frozen=True, tag=5, array_like=True):
-    """The answer to :class:`Inquire`."""
+    """The answer to :class:`Inquire`: the version of the target, and a description of each target rank."""
 
     version: int
     """The highest version that the target has had; the next version must be higher."""
@@ -105,7 +105,7 @@ class Inventory(msgspec.Struct, frozen=True, tag=5, array_like=True):
 
 
 class Known(msgspec.Struct, frozen=True, tag=6, array_like=True):
-    """The answer to :class:`Present`."""
+    """The answer to :class:`Present`: the target rank knows the source rank now."""
 
 
 class Admit(msgspec.Struct, frozen=True, tag=7, array_like=True):
@@ -147,7 +147,7 @@ class Clear(msgspec.Struct, frozen=True, tag=9, array_like=True):
 
 
 class Cleared(msgspec.Struct, frozen=True, tag=10, array_like=True):
-    """The answer to :class:`Clear`."""
+    """The answer to :class:`Clear`: a target rank offers a buffer to target rank 0."""
 
     move: int
     descriptor: bytes

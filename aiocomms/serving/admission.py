@@ -20,11 +20,11 @@ class _InTurn:
 
 
 class Admission:
-    """The queue of callers that wait until another plan may begin.
+    """The queue of callers that wait until their plans may begin.
 
     The caller with the lowest priority value is first. Callers with equal values are in the order of arrival.
 
-    :param room: a function that returns whether another plan may begin now. If the function raises, the first caller's
+    :param room: a function that returns whether one more plan may begin now. If the function raises, the first caller's
         :meth:`wait` raises the same error.
     """
 

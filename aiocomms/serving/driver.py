@@ -278,7 +278,7 @@ class Driver(Worker):
             raise ServiceBusyError(why, comm=name, op="run", rank=0)
 
     def _room(self) -> bool:
-        """Return whether another plan may begin now.
+        """Return whether one more plan may begin now.
 
         :raises CommError: no plan will begin any more.
         """

@@ -16,7 +16,7 @@ from aiocomms.lowlevel import clock
 
 
 class PlanFailures(msgspec.Struct, frozen=True):
-    """A class of errors, and the number of plans of a service that have failed on this rank with this class."""
+    """An error class, and the number of a service's plans that have failed on this rank with an error of this class."""
 
     error: str
     """The name of the error's class, such as ``"PlanLostError"``."""

@@ -66,7 +66,7 @@ class StrandedWatch:
             self._later()
 
     def close(self) -> None:
-        """Stop."""
+        """Stop the watch."""
         if self._timer is not None:
             self._timer.cancel()
 

@@ -1,5 +1,7 @@
 """The contract of transport plug-ins: the methods of a transport, their arguments, and the guarantees of both sides.
 
+The *core* is the part of this library that calls the transports.
+
 ``docs/transports.md`` builds a transport step by step. The package ``transports/local`` implements every op in four
 small files.
 """
@@ -20,13 +22,13 @@ from aiocomms.errors import CommError, UnsupportedOperation
 from aiocomms.ops.reductions import ReduceOp
 
 OP_RESULT = object()
-"""The default argument of :meth:`Completion.complete`: the result of the work is then the result of the op's record."""
+"""The default argument of :meth:`Completion.complete`: the result of the work is then the value of ``op.result()``."""
 
 
 class Completion(Protocol):
     """The object through which a transport reports the result or the error of an op.
 
-    The object is a user's ``Work``, or a message of an op that the core lowers to messages.
+    The object is a user's ``Work``, or a message of an op that the core executes as messages.
     """
 
     @property
@@ -43,11 +45,13 @@ class Completion(Protocol):
     def complete(self, value: Any = OP_RESULT) -> None:
         """Complete the op on this rank. Call this method once, on the loop's thread.
 
-        :param value: the result of the work. The default is the result of the op's record.
+        :param value: the result of the work. By default, the result is the value of ``op.result()``.
         """
 
     def fail(self, error: CommError) -> None:
-        """Fail the op. Call this method once, on the loop's thread, when the network no longer uses the op's buffers.
+        """End the op with an error.
+
+        Call this method once, on the loop's thread, when the network no longer uses the op's buffers.
 
         A :class:`~aiocomms.errors.CapturedWorkError` means that the op was captured into a CUDA graph. An op in a CUDA
         graph never completes.
@@ -57,7 +61,7 @@ class Completion(Protocol):
 def conclude(work: Completion, outcome: Any = OP_RESULT) -> None:
     """End a work, if the work has not already ended.
 
-    :param outcome: the error of the work if it is a :class:`CommError`, else the result of the work.
+    :param outcome: the error of the work, which is a :class:`CommError`, or the result of the work.
     """
     if work.done():
         return
@@ -151,8 +155,8 @@ class Capabilities(msgspec.Struct, frozen=True):
         error before any of these collectives completes.
     :param rounds_each_step: the dtypes whose sums the transport rounds after it has added each rank's contribution. For
         other dtypes, the transport rounds only the complete sum.
-    :param lanes: the collectives that a :class:`~aiocomms.transport.LaneTransport` accepts in lanes. The core lowers
-        all other collectives of lanes to messages.
+    :param lanes: the collectives that a :class:`~aiocomms.transport.LaneTransport` accepts in lanes. The core executes
+        all other collectives of lanes as messages.
     :param spin: the number of loop iterations in which the core polls :meth:`Transport.progress` before the loop waits
         for the descriptor. Set 0 if another thread, or a peer in this process, completes the ops.
     """
@@ -311,7 +315,7 @@ class Transport(ABC):
         stays usable. The op then has no place in the order of collectives: this rank's next collective is matched as if
         the program had not called the op. Any other exception means that the transport is broken.
 
-        If the core lowers an op to messages, the core posts each message by a call of this method. Then a
+        If the core executes an op as messages, the core posts each message by a call of this method. Then a
         :class:`CommError` and any other exception have equal effects. If the post of the op's first message raises an
         exception, nothing was sent, and the program gets the exception. If the post of a later message raises an
         exception, the op cannot complete, and the communicator is lost.

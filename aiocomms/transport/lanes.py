@@ -1,4 +1,7 @@
-"""The contract of a transport that itself executes the collectives of lanes."""
+"""The contract of a transport that itself executes the collectives of lanes.
+
+A lane is one of the independent, ordered sequences of operations of a communicator.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from aiocomms.transport.contract import Completion, Transport
 class LaneTransport(Transport):
     """A transport that matches collectives within each lane. ``Capabilities.lanes`` lists these collectives.
 
-    On any other transport, the core lowers the collectives of lanes to messages.
+    On any other transport, the core executes the collectives of lanes as messages.
     """
 
     @abstractmethod
@@ -35,9 +38,9 @@ class LaneTransport(Transport):
     def give_up_lane(self, lane: int, error: CommError) -> None:
         """End this rank's pending works of a lane that this rank aborts. The core posts no more ops in the lane.
 
-        Each work must fail with ``error`` as soon as no rank accesses the work's tensors. After the failure the program
+        Each work must end with ``error`` as soon as no rank accesses the work's tensors. After this end the program
         may write new data into these tensors, and no rank may complete an op with this new data. An op that all ranks
-        have called may complete before the lane's other works fail. The core notifies the other ranks, which also abort
+        have called may complete before the lane's other works end. The core notifies the other ranks, which also abort
         the lane. Other lanes are not affected.
 
         If ``Capabilities.lanes`` is not empty, the core calls this method once for each aborted lane. An exception

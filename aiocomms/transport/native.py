@@ -78,7 +78,10 @@ class Ledger(Protocol):
 
     @property
     def ring(self) -> Ring:
-        """The ring of the op records. At an op's call the ring gets the op's type, and at the op's end the time."""
+        """The ring of the op records.
+
+        At an op's call, the ring gets the op's type. At the op's end, the ring gets the time of the end.
+        """
 
     @property
     def lanes(self) -> Ring:
@@ -206,6 +209,7 @@ class Shortcuts(Ledger, Protocol):
 
         :param target: the communicator or lane on which the op was called.
         :param op: the op's record, which has been checked.
+        :param keeper: the object that keeps the op's work until the loop's thread has registered the op.
         :returns: the op's work, done or pending; None if the call had no effect.
         """
 

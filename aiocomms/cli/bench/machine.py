@@ -89,9 +89,9 @@ class HostState(NamedTuple):
 
 
 class HostProbe:
-    """The object that measures the host's state between turns. All ranks call its methods at the same time.
+    """The object that measures the host's state while no operations are pending.
 
-    No operations are pending during a measurement.
+    All ranks call the methods of the object at the same time.
     """
 
     def __init__(self, comm: Communicator) -> None:

@@ -26,7 +26,7 @@ class Contender(Protocol):
     """True if the contender's calls block, so their results are not awaited."""
 
     async def enter(self) -> None:
-        """Begin a turn: wait until all ranks have called this method.
+        """Begin a turn, in which only this contender runs operations: wait until all ranks have called this method.
 
         The wait uses the contender's own barrier, and does not block the loop.
         """

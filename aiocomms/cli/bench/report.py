@@ -29,7 +29,7 @@ class Row(msgspec.Struct, frozen=True):
     compared with it. ``carrier`` is the transport that executed the operation, for example the transport that
     ``"auto"`` chose; None for a peer. ``wrong`` is None if no result was checked. ``ratio`` is the median time of
     ``by`` divided by the median time of ``transport``. For a peer, ``ratio`` is None if the transport lacks the
-    operation. ``states`` has the host's state in each round.
+    operation. ``states`` has one state of the host for each round of turns.
     """
 
     op: str

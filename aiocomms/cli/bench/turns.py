@@ -1,4 +1,7 @@
-"""The turns of the contenders: a communicator of aiocomms, and the peers for comparison."""
+"""The turns of the contenders, which are a communicator of aiocomms and the peers for comparison.
+
+In a turn, one contender runs one operation several times.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The query of processes: this module finds this user's processes with communicators, and reads their state.
+"""The query of processes: this module finds this user's processes, and reads the state of the processes' communicators.
 
 In each process, :mod:`aiocomms.diagnosis.live` answers the query. This module decodes the answer into a fixed type. If
 the answer is invalid, an error names the fault.
@@ -45,7 +45,10 @@ class TopGroup(NamedTuple):
     ranks: dict[int, Sight]
 
     def plans(self) -> Iterator[tuple[int, float, str]]:
-        """Yield each plan of the service: its number, its age in seconds, and the operations of each rank in it."""
+        """Yield the number and the age in seconds of each running plan, and a text.
+
+        The text lists the operations of each rank in the plan.
+        """
         held = {number for sight in self.ranks.values() for number in sight.statistics.plans}
         for number in sorted(held):
             ages, places = list[float](), dict[str, list[int]]()

@@ -36,7 +36,7 @@ class DoorOwner(Protocol):
     def refusing(self) -> bool:
         """True after the owner has been lost or closed.
 
-        While the value is True, a thread checks whether its call can still end before the thread waits for the call.
+        While the value is True, a thread that begins to wait for its call first checks whether the call can still end.
         """
 
     @property
@@ -56,7 +56,7 @@ class DoorOwner(Protocol):
 class _LoopBell:
     """The waker of a simulated loop.
 
-    A simulated loop waits for no descriptor, so :meth:`wake` schedules a call on the loop.
+    A simulated loop does not wait for file descriptors, so :meth:`wake` schedules a call on the loop.
     """
 
     def __init__(self, driver: LoopDriver, call: Callable[[], object]) -> None:
@@ -82,7 +82,10 @@ class _LoopBell:
 
 
 class Door:
-    """A queue of calls from other threads. The loop's driver polls the queue like a transport, until :meth:`close`."""
+    """A queue of calls from other threads.
+
+    The loop's driver polls the queue, as it polls transports, until :meth:`close`.
+    """
 
     capabilities: Capabilities = Capabilities(frozenset())
 

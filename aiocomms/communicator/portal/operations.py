@@ -68,7 +68,7 @@ class Operations(Issuer):
     _parcel = Objects._parcel
 
     def batch(self) -> BlockingBatch:
-        """Make a group of sends and receives that start together; see :meth:`Communicator.batch`."""
+        """Make a batch of messages, or of collectives, that start together; see :meth:`Communicator.batch`."""
         return BlockingBatch(cast("Any", self))
 
     def _issue(  # type: ignore[override]

@@ -74,7 +74,7 @@ class Portal(Operations, Hooked):
 
     @property
     def closed(self) -> bool:
-        """True once the communicator was closed on this rank."""
+        """True once this rank has begun to close the communicator."""
         return self._core.closed
 
     @property
@@ -138,7 +138,7 @@ class Portal(Operations, Hooked):
         """Wait until the communicator is lost, for any reason; see :meth:`Communicator.lost`.
 
         :param timeout: the seconds to wait; None: no limit.
-        :returns: the reason.
+        :returns: the error that caused the loss.
         :raises TimeoutError: the communicator was not lost in time.
         :raises CommClosedError: this rank closed the communicator before the communicator was lost.
         """

@@ -409,7 +409,7 @@ class BlockingWork(Pending, Generic[T_co]):
 
 
 class _Listener:
-    """The object that a work wakes at its end if threads wait for the work, not a task."""
+    """The waiter of a work for which threads wait. When the work ends, it wakes this object."""
 
     __slots__ = ("_of",)
 

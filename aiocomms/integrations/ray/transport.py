@@ -67,7 +67,7 @@ class EndpointMetadata(_Metadata):
     """The name of the source's actor, which error messages contain."""
     host: str = ""
     node: str = ""
-    """The address of the source's node. The source listens at ``host``."""
+    """The address of the source's node. The field ``host`` has the address at which the source listens."""
     address: bytes = b""
     descriptors: Sequence[bytes] = field(default_factory=list)
     """The descriptor of each tensor's region. A tensor without elements has an empty descriptor."""
@@ -215,7 +215,7 @@ class RayTransport(_Manager):
     def fetch_multiple_tensors(
         self, obj_id: str, tensor_transport_metadata: Any, communicator_metadata: Any, target_buffers: Any = None
     ) -> _FetchRequest:
-        """Start to read an object into ``target_buffers``, or into new tensors if it is None. Return at once."""
+        """Start to read an object into ``target_buffers`` (None: into new tensors). Return at once."""
         meta: EndpointMetadata = tensor_transport_metadata
         tensors = target_buffers or create_empty_tensors_from_metadata(meta)
         fetch = _Fetch(obj_id, tensors, meta)

@@ -122,7 +122,7 @@ _OPERATORS: Final = {
 
 
 def reduction(value: Any) -> ReduceOp:
-    """Convert a reduction operator of torch to one of aiocomms."""
+    """Convert a reduction operator of torch to an operator of aiocomms."""
     found: ReduceOp | None = _OPERATORS.get(getattr(value, "op", value))
     if found is None:
         _is(hasattr(value, "factor"))  # The bare enum value PREMUL_SUM has no factor.

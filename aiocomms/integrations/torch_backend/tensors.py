@@ -19,7 +19,7 @@ from aiocomms.ops.writing import write
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether the tensor itself, and not a copy, is passed to aiocomms.
 
-    A sparse tensor is also passed itself, and aiocomms then raises an error about the layout.
+    A sparse tensor is also passed without a copy, and aiocomms then raises an error about the layout.
     """
     dense = tensor.layout is torch.strided
     return not dense or (tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())

@@ -52,7 +52,7 @@ class MemoryView:
         self._registration, self._offset, self._length = registration, offset, length
 
     def size(self) -> int:
-        """Return the size of this memory, in bytes."""
+        """Return the size of the range, in bytes."""
         return self._length
 
     @property
@@ -123,7 +123,7 @@ class RemoteBuffer:
         self._descriptor, self._length = bytes(descriptor), says.count
 
     def size(self) -> int:
-        """Return the size of this memory, in bytes."""
+        """Return the size of the remote memory, in bytes."""
         return self._length
 
     def serialize(self) -> bytes:

@@ -267,7 +267,7 @@ class EndpointTransport(_Transport):
         The first transfer with a remote buffer requests access from the peer. Even with ``async_op``, this call blocks
         until the peer has answered the request.
 
-        :returns: 0 when the transfer has ended. With ``async_op``, a work, without a wait for the end of the transfer.
+        :returns: 0 when the transfer has ended. With ``async_op``, a work; the call does not wait for the transfer.
         :raises ArgumentError: an argument has a wrong value, or the view is too large. No byte was sent.
         :raises RegionError: the peer has not created the buffer, or has revoked the memory.
         :raises TimeoutError: the transfer has not ended within ``timeout`` seconds. The transfer continues.
@@ -386,7 +386,7 @@ class EndpointTransport(_Transport):
 
 
 def _share(tensor: Tensor) -> None:
-    """Move a tensor's storage to shared memory now, so that the engine does not move the storage at the connection."""
+    """Move a tensor's storage to shared memory now, so that the engine does not move it when the ends connect."""
     storage = tensor.untyped_storage()
     if storage.is_shared() or not storage.resizable():  # Memory that torch has not allocated stays in its place.
         return

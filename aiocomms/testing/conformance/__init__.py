@@ -20,7 +20,7 @@ mark        the check runs
 ==========  ========================================================================================================
 (none)      on every chosen transport, on the first loop
 ``loops``   on every loop, because the check depends on the loop
-``core``    on the first transport, and on each transport with native shortcuts: these are the two paths in the core
+``core``    on the first transport, and on each transport whose native code replaces parts of the library's core
 ``memory``  on both ``NAME`` and ``NAME@processes``, if both are chosen. Other checks then run on ``NAME`` only
 ==========  ========================================================================================================
 

@@ -54,7 +54,7 @@ class Place(NamedTuple):
     """The place where checks run: the transport, the device, the event loop, the number of ranks and the deadline."""
 
     name: str
-    """The name of the transport. It ends in ``@processes`` if each rank must be a process."""
+    """The name of the transport. The name ends in ``@processes`` if each rank must be a process."""
     transport: str | dict[str, str]
     device: str
     loop: str
@@ -286,7 +286,8 @@ class Case:
 async def all_blocked() -> None:
     """Wait until every other task of the loop is suspended.
 
-    On asyncio, ``anyio.wait_all_tasks_blocked`` checks the tasks only every 0.1 s, so this function checks them itself.
+    On asyncio, this function checks the tasks itself, because ``anyio.wait_all_tasks_blocked`` checks them only every
+    0.1 s.
     """
     try:
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""The check that closed objects leave no threads or descriptors in this process."""
+"""A search for threads and descriptors that closed objects have left in this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import anyio
 from aiocomms.progress.deadlines import watchdog
 
 LOOKS = 150
-"""The largest number of times that the check counts the threads and descriptors, every 10 ms.
+"""The largest number of times that a check counts the threads and descriptors. The counts are 10 ms apart.
 
 The check counts again if a slow rank has not released all threads and descriptors yet.
 """

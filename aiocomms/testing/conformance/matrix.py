@@ -12,7 +12,7 @@ PROCESSES = "@processes"
 """The suffix of a transport's name. With this suffix, each rank runs in its own process."""
 
 APART = (2, 3)
-"""The numbers of ranks that run in separate processes, if the same transport is also checked in one process."""
+"""The numbers of ranks for a transport with ``@processes`` that was also chosen without ``@processes``."""
 
 
 class Marks(NamedTuple):

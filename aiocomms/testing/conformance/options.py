@@ -105,7 +105,7 @@ def _sizes(config: pytest.Config) -> set[int] | None:
 def _device(config: pytest.Config) -> torch.device:
     """Return the device of all tensors.
 
-    If the device does not work, the function raises an error, because the failures of all checks would explain less.
+    If the device does not work, raise an error. Without this error, all checks would fail with less clear errors.
     """
     import torch
 

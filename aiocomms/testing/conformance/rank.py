@@ -172,7 +172,7 @@ async def _settled(case: Case) -> None:
 
 
 def other_tasks() -> set[str]:
-    """Return the asyncio tasks of this loop except the current one."""
+    """Return the representations of the asyncio tasks of this loop, except the current task."""
     if _asyncio_loop() is None:
         return set()
     return {repr(task) for task in asyncio.all_tasks() - {asyncio.current_task()}}

@@ -223,7 +223,7 @@ async def test_wrong_arguments_of_an_operation_are_refused_before_anything_is_se
 
 
 def misfits(comm: Communicator) -> list[tuple[str, Arguments, str]]:
-    """Arguments that are each right alone, but do not fit together."""
+    """Return calls whose arguments are each valid alone, but contradict each other."""
     c, n = comm, comm.size
     flat = tensor(c, COUNT * n)
     shared, scalar = tensors(c), torch.ones((), device=c.device)
@@ -286,7 +286,7 @@ async def test_arguments_that_contradict_each_other_are_refused_before_anything_
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_arguments_for_the_root_are_ignored_on_other_ranks(comm: Communicator, case: Case) -> None:
-    """Ranks other than the root ignore the root's arguments, whatever the values are, and return None."""
+    """Ranks other than the root ignore the arguments for the root. On these ranks, a gather returns None."""
     mine, out = tensor(comm, COUNT), tensor(comm, COUNT)
     for root in range(comm.size):
         off = comm.rank != root
@@ -303,7 +303,7 @@ async def test_arguments_for_the_root_are_ignored_on_other_ranks(comm: Communica
 async def test_operator_undefined_for_the_dtype_is_refused_before_anything_is_sent(
     comm: Communicator, case: Case
 ) -> None:
-    """Every reducing operation refuses an operator that the dtype does not support, before it sends anything."""
+    """Every reducing operation refuses an operator that the dtype does not support. The operation sends nothing."""
     undefined = [
         (ReduceOp.SUM, torch.bool), (ReduceOp.PRODUCT, torch.bool), (ReduceOp.AVG, torch.int32),
         (ReduceOp.AVG, torch.bool), (ReduceOp.PREMUL_SUM(2.0), torch.int64), (ReduceOp.BAND, torch.float32),
@@ -326,7 +326,7 @@ def _as(value: object, dtype: torch.dtype) -> object:
 
 @ranks(2, more=(1,))
 async def test_input_that_requires_grad_is_accepted(comm: Communicator, case: Case) -> None:
-    """A tensor that an operation only reads may require grad, or be a parameter."""
+    """A tensor that an operation only reads may require grad, or be a :class:`torch.nn.Parameter`."""
     for mine in (tensor(comm).requires_grad_(), torch.nn.Parameter(tensor(comm)), torch.inference_mode()(tensor)(comm)):
         outputs = tensors(comm)
         await comm.all_gather(outputs, mine)

@@ -47,7 +47,7 @@ class Foreign:
 
 
 class ArrayLibrary:
-    """Arrays of one library."""
+    """An array library, with methods that make its arrays and read their content."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -210,7 +210,7 @@ async def test_broadcast_carries_every_numpy_dtype_and_shape(comm: Communicator,
 
 @ranks(2)
 async def test_read_only_array_is_accepted_as_input_and_refused_as_output(comm: Communicator, case: Case) -> None:
-    """An operation accepts a read-only array as an argument that it reads, and refuses it as one that it writes."""
+    """Operations accept a read-only array as an input, and refuse a read-only array as an output."""
     KINDS[0].need(comm)
     case.need("p2p")
     fixed = np.full(4, comm.rank, np.float32)

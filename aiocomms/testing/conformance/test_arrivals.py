@@ -19,8 +19,8 @@ SHAPE = (6,)
 SIZES = (0, 5, 40_009)
 """Numbers of elements of messages.
 
-A transport may send the data of the two smaller messages at once, and the data of the largest message after the
-receive.
+A transport may send the data of the two smaller messages at once, and the data of the largest message only after
+the receive is posted.
 """
 ROUNDS = 4
 

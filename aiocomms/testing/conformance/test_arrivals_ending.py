@@ -41,7 +41,7 @@ async def send_when_told(comm: Communicator, case: Case, note: str = "given up")
 
 
 async def expect_all(comm: Communicator, case: Case, note: str = "given up") -> None:
-    """Do rank 0's part: let each other rank send a message, and check that rank 0 receives all these messages."""
+    """Do rank 0's part: let all other ranks send one message each, and check that rank 0 receives these messages."""
     case.tell(note)
     sources = []
     for _ in range(comm.size - 1):

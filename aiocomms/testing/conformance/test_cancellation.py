@@ -1,7 +1,7 @@
 """Cancellation of an await, and withdrawal of a receive. An operation happens completely, or not at all.
 
-The checks fix the order in which the ranks act. A rank that must act second waits until the first rank has posted a
-note.
+The checks determine the order in which the ranks act. A rank that must act second waits until the first rank has
+posted a note.
 """
 
 from __future__ import annotations

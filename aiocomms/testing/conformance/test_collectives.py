@@ -20,7 +20,7 @@ from aiocomms.testing.conformance.trials import EVERY, MOVING, REDUCING, Setting
 
 
 def start(name: str, comm: Communicator, case: Case, setting: Setting) -> Trial | None:
-    """Start a trial; return None if the transport refuses the dtype, and the rules allow this refusal."""
+    """Start a trial: a collective with its expected result. Return None if the transport refuses an optional dtype."""
     try:
         return EVERY[name](comm, case, setting)
     except UnsupportedOperation as error:
@@ -32,7 +32,7 @@ def start(name: str, comm: Communicator, case: Case, setting: Setting) -> Trial 
 
 
 async def check(name: str, setting: Setting, trial: Trial) -> None:
-    """Wait for a trial, and check it."""
+    """Wait for the collective of a trial, and check the result."""
     try:
         await trial.check()
     except Exception as error:

@@ -18,7 +18,7 @@ WINDOW = 0.05
 """The time in seconds during which wake-ups are counted."""
 
 ALLOWED = 2
-"""The largest number of wake-ups of the loop's thread within ``WINDOW``: one by a timer, and one by other processes."""
+"""The wake-ups of the loop's thread that are allowed within ``WINDOW``: one by a timer, and one by other processes."""
 
 
 async def wakeups() -> tuple[int, float]:

@@ -119,7 +119,7 @@ async def test_keys_of_different_types_are_different_lanes(comm: Communicator, c
 async def test_equal_keys_name_one_lane(comm: Communicator, case: Case) -> None:
     """All ranks use the same lane.
 
-    Some ranks make a new view of the lane for each call, and the other ranks reuse one view.
+    Rank 0 calls ``comm.lane`` for each collective, and the other ranks reuse the object of one such call.
     """
     case.need_any_order()
     kept = comm.lane("one")
@@ -234,9 +234,9 @@ async def test_batches_and_objects_of_lanes_stay_apart(comm: Communicator, case:
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_ops_of_a_task_use_its_current_lane(comm: Communicator, case: Case) -> None:
-    """The functions that a task calls do not name a lane.
+    """Each task has its own current lane. The functions that the task calls do not name this lane.
 
-    Requests interleave differently on each rank, but their results do not mix.
+    The tasks run in a different order on each rank, but their results do not mix.
     """
     case.need_any_order()
     other = await case.open("other")

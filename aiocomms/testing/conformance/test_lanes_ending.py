@@ -23,7 +23,7 @@ from aiocomms.testing.conformance.test_lanes import SHORT, number, reduced, shuf
 @pytest.mark.core
 @ranks(2)
 async def test_closing_a_lane_withdraws_recvs_and_waits_for_collectives(comm: Communicator, case: Case) -> None:
-    """The close withdraws receives, waits for collectives, and does not affect other lanes and views."""
+    """The close withdraws receives, and waits for collectives. Other lanes and later lanes with this key still work."""
     case.need_any_order()
     lane, other = comm.lane("closing"), comm.lane("other")
     collective = lane.all_reduce(number(comm, comm.rank))
@@ -87,7 +87,7 @@ async def test_different_collectives_in_one_lane_fail_and_never_mix_data(
 ) -> None:
     """Different collectives of the same size would silently mix their data if ranks did not compare their calls.
 
-    Instead, each rank gets an error, either from a message or from the deadline.
+    Instead, each rank gets an error: the calls differ, the deadline has passed, or the communicator is aborted.
     """
     case.need_any_order()
     calls: dict[str, tuple[Callable[[Any], Work[Any]], Callable[[Any], Work[Any]]]] = {

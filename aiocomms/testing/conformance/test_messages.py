@@ -19,7 +19,7 @@ HUGE = (1_250_003,)
 TAGS = (0, 1, -1, 255, 256, 65_535, 65_536, 65_537, -65_536, 2**31 - 1, -(2**31), 2**30, -(2**30))
 """The tags of the checks.
 
-A transport that drops the sign of a tag, or some of the tag's 32 bits, confuses two of them.
+A transport that drops the sign of a tag, or some of the tag's 32 bits, confuses two of these tags.
 """
 
 

@@ -26,7 +26,7 @@ SHORT = 0.1
 ASKED_AGAIN = 0.6
 """A longer deadline of ops, in seconds.
 
-After each missed deadline of this length, this rank may ask the other ranks for their state again.
+The deadline is longer than the pause that a rank must make before it asks the other ranks for their state again.
 """
 ATTEMPTS = 20
 
@@ -182,7 +182,7 @@ async def test_late_collective_names_the_missing_rank(comm: Communicator, case: 
 
 
 async def expect_in_timeout(comm: Communicator, *expected: str) -> None:
-    """Repeat a receive from rank 1 that misses its deadline until the error has the expected text.
+    """Let receives from rank 1 miss their deadlines, one after another, until an error has the expected text.
 
     On a busy machine, several attempts may be necessary.
     """

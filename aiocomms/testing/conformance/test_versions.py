@@ -16,7 +16,7 @@ from aiocomms.testing.conformance.test_arguments import GOOD, WRITTEN, carried
 LARGE = 2**18
 """A large number of elements.
 
-A transport may send a large number of elements by a method other than that for few elements.
+A transport may use different methods for many elements and for few elements.
 """
 
 

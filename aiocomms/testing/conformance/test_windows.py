@@ -65,7 +65,7 @@ async def test_every_rank_gets_from_every_rank(comm: Communicator, case: Case) -
 async def test_runs_are_put_and_got_each_between_its_own_places(comm: Communicator, case: Case) -> None:
     """A ``put_v`` writes runs of a tensor at different offsets of a rank's window, and a ``get_v`` reads these runs.
 
-    The list of runs may be empty, and a run may be empty.
+    A run is a sequence of consecutive elements. The list of runs may be empty, and a run may be empty.
     """
     there = (comm.rank + 1) % comm.size
     for dtype in (torch.uint8, torch.int16, torch.float64):

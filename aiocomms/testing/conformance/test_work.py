@@ -264,7 +264,7 @@ async def test_wait_blocking_on_another_thread_returns_the_result(comm: Communic
 @pytest.mark.clock
 @ranks(2)
 async def test_wait_blocking_on_the_loops_thread_makes_progress(comm: Communicator, case: Case) -> None:
-    """A call of ``wait_blocking`` on the loop's thread advances the transport itself."""
+    """A call of ``wait_blocking`` blocks the loop's thread, so this call itself advances the transport."""
     case.need_processes()
     if comm.rank == 0:
         await serve(comm, case)

@@ -77,13 +77,13 @@ REDUCING: dict[str, Start] = {}
 
 
 def moving(start: Start) -> Start:
-    """Register a function that starts a trial, under the function's name: the name of an operation."""
+    """Add a function to ``MOVING``. The function starts a trial of the operation that has the function's name."""
     MOVING[start.__name__] = start
     return start
 
 
 def reducing(start: Start) -> Start:
-    """Register a function that starts a trial, under the function's name: the name of an operation."""
+    """Add a function to ``REDUCING``. The function starts a trial of the operation that has the function's name."""
     REDUCING[start.__name__] = start
     return start
 
@@ -274,4 +274,4 @@ def _into(trial: Trial, slots: Sequence[data.Slot], wants: Sequence[Tensor]) -> 
 
 
 EVERY: dict[str, Start] = {**MOVING, **REDUCING}
-"""All collectives that have data."""
+"""All collectives that move or reduce tensors."""

@@ -40,7 +40,7 @@ class World(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything."""
+        """Release all resources of the world, such as its threads or processes."""
 
 
 def verdict(outcomes: Sequence[Outcome]) -> Outcome:

@@ -14,11 +14,10 @@ from aiocomms.testing.simulation.trial import SimulatedTrial
 _HALVINGS: Final = 15
 """The largest number of times that a duration is halved: 20 s become 0.6 ms."""
 _PATIENCE: Final = 1.0
-"""A time limit for histories, in seconds of real (not virtual) time.
+"""A limit for the duration of histories, in seconds of real (not virtual) time.
 
-If pytest ends a longer history with an exception, this exception may be pytest's timeout.
-
-The search does not repeat such a history, because the next run would also hang.
+If a longer history ends with an error that is not an :class:`Exception`, the error may be pytest's timeout. The search
+then does not repeat the history, because the next run would also hang.
 """
 _FOR_CALLER = (KeyboardInterrupt, SystemExit, GeneratorExit)
 

@@ -19,7 +19,7 @@ from aiocomms.testing.simulation.refusing import watched
 
 @contextmanager
 def outside_the_loop() -> Iterator[None]:
-    """Leave this thread's running loop and task within the context, and enter both again afterwards."""
+    """Unset this thread's running loop and current task within the context, and restore both afterwards."""
     loop = asyncio._get_running_loop()
     task = None if loop is None else asyncio.current_task(loop)
     if loop is not None and task is not None:

@@ -1,4 +1,4 @@
-"""The threads of simulated processes. Each of them is a system thread.
+"""The threads of simulated processes. Each of these threads is a system thread.
 
 The simulated world resumes one thread at a time. A blocked thread keeps its stack, so blocking code runs in a
 simulation without changes. A thread runs until it waits for a :class:`SimulatedEvent`. Then the world continues. The

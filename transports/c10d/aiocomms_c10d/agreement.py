@@ -46,7 +46,7 @@ This limit applies only to ops for which the group would move fewer bytes than t
 _AHEAD: Final = 2**20
 """The largest number of collectives by which one rank may be ahead of another rank."""
 _BLAME_PEER: Final = 1.0
-"""The seconds from a failure of gloo to its report.
+"""The seconds between a failure of gloo and the report of this failure.
 
 If the connection to a lost peer reports the cause in this time, the failure of gloo is not reported.
 """
@@ -75,7 +75,7 @@ class _AnnouncedCall:
 
 
 class Agreement:
-    """The collectives of one rank.
+    """One rank's part of the agreement on collectives.
 
     The rank announces each collective, compares the announcements of all ranks, and performs the collective if they
     agree.
@@ -89,7 +89,7 @@ class Agreement:
         fail: Callable[[CommError], None],
         lost: clock.ThreadEvent,
     ) -> None:
-        """Start with no calls.
+        """Create an agreement without calls.
 
         :param fail: a function that reports the loss of the communicator. Any thread may call this function.
         :param lost: the event that is set when the loss is reported, before any work fails.

@@ -1,4 +1,4 @@
-"""Authentication for gloo: signed records in the store, and a proof of the job's key on each connection.
+"""Authentication for gloo: signed records in the store, and a proof on each connection that the peer knows a key.
 
 gloo does not authenticate peers. After all ranks have connected, gloo still listens, and keeps a descriptor for each
 process that connects. So this module makes gloo's listening socket drop all new connections.
@@ -38,7 +38,7 @@ class SignedStore(Store):
         self._store = store
         self._key = key
         self.unshared = Unshared()
-        """The values of all ranks. They contain the addresses at which gloo listens."""
+        """The values that the ranks have written. These values contain the addresses at which gloo listens."""
         self.written = b""
         """The concatenation of all written values."""
 
@@ -52,7 +52,7 @@ class SignedStore(Store):
     def get(self, key: str) -> bytes:
         """Read a value.
 
-        :raises AuthError: the writer did not have the key.
+        :raises AuthError: the process that wrote the value did not have this job's token.
         """
         record = self._store.get(key)
         value = record[_MAC:]
@@ -71,10 +71,10 @@ class SignedStore(Store):
 
 
 def prove(group: Any, rank: int, size: int, key: bytes) -> None:
-    """Prove to every rank that this rank knows the key, and check the proofs of all ranks. This function blocks.
+    """Prove to every rank that this rank knows ``key``, and check the proofs of all ranks. This function blocks.
 
     :param group: a new gloo group. gloo itself accepts any process that connects and claims to be a rank.
-    :raises AuthError: a peer does not know the key.
+    :raises AuthError: a peer does not know ``key``.
     :raises RuntimeError: a connection broke, or a proof did not arrive in time.
     """
     peers = [peer for peer in range(size) if peer != rank]

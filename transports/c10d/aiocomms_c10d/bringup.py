@@ -46,7 +46,7 @@ _CONNECT: Final = 120.0
 _SHARE: Final = 0.5
 """The fraction of the remaining time that all ranks use for connecting.
 
-The remaining time is the shortest remaining time of any rank. The ranks use the rest of this time to find out which
+The remaining time is that of the rank with the least time left. In the rest of this time, the ranks find out which
 ranks are missing.
 """
 _HELLO: Final = 512
@@ -73,7 +73,7 @@ async def open_gloo(rendezvous: Rendezvous, adopt: bool) -> tuple[Any, bool]:
     :returns: the gloo group, and whether all ranks have a user's group for their collectives.
     :raises ArgumentError: the address of this host cannot be determined.
     :raises CommTimeoutError: a rank is missing or could not be reached.
-    :raises ProtocolError: a rank uses another version.
+    :raises ProtocolError: a rank uses another version of the frames.
     :raises AuthError: a rank does not have this job's token.
     """
     began = clock.now()

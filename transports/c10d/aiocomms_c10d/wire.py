@@ -22,11 +22,12 @@ VERSION: Final = 6
 EAGER, RTS, CTS, DATA, VOID, DONE, CREDIT, CALL, LANDED, ABORT, BYE, BYE_ACK, ACK, NOTE = range(14)
 """The kinds of frames.
 
-EAGER contains a message with its payload. A large message is announced (RTS), requested (CTS), sent (DATA), invalidated
-while it is being sent (VOID), and received (DONE). CREDIT permits the receiver of this frame to send more bytes of
-eager messages. CALL is one rank's announcement of a collective. LANDED reports that gloo is done with the sender's
-tensors. ABORT ends the communicator with a reason. BYE ends the communicator without a reason, and BYE_ACK confirms a
-BYE. ACK confirms that a number of frames have arrived. NOTE is a note from one rank's core to another rank's core.
+EAGER contains a message with its payload. A large message is announced (RTS), requested (CTS), sent (DATA) and received
+(DONE). VOID replaces DATA if the message has become invalid. CREDIT permits the receiver of this frame to send more
+bytes of eager messages. CALL is one rank's announcement of a collective. LANDED reports that gloo is done with the
+sender's tensors. ABORT ends the communicator with a reason. BYE ends the communicator without a reason, and BYE_ACK
+confirms a BYE. ACK confirms that a number of frames have arrived. NOTE contains data that the core of aiocomms sends
+from one rank to another.
 """
 
 INLINE: Final = 64 * 1024
@@ -62,7 +63,7 @@ _DTYPES: Final = (
     torch.float8_e8m0fnu,
 )
 CODES: Final = {dtype: code for code, dtype in enumerate(_DTYPES)}
-"""The numbers of the dtypes in frames."""
+"""The number that represents each dtype in frames."""
 
 _REASONS: Final = ("CommAbortedError", "PeerDiedError", "MismatchError", "CommTimeoutError", "DriverLostError")
 

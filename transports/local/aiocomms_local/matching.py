@@ -180,7 +180,7 @@ class SharedMatcher:
     # ---------------------------------------------------------------------------------------- ranks that close
 
     def leave(self, rank: int) -> Done:
-        """Close a rank. Fail the works of other ranks that need the closed rank.
+        """Close the communicator on a rank. Fail the other ranks' works that need this rank.
 
         If one of these works is a collective, the whole communicator is lost.
         """

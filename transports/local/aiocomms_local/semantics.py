@@ -1,6 +1,6 @@
-"""The semantics of each collective, which is its effect on the tensors of all ranks.
+"""The semantics of the collectives: the effect of each collective on the tensors of all ranks.
 
-Each function gets the records of all ranks, in rank order.
+Each function gets one operation record from each rank, in rank order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Records = Sequence[Any]
 def perform(records: Records) -> None:
     """Perform a collective that all ranks have called.
 
-    :param records: one record per rank, all of the same kind.
+    :param records: one operation record per rank, all of the same kind.
     :raises MismatchError: the ranks' tensors have incompatible shapes or dtypes. No tensor was written.
     """
     _SEMANTICS[records[0].kind](records)

@@ -1,4 +1,7 @@
-"""The plug-in. Its instance is one rank of a communicator, and shares a :class:`SharedMatcher` with the other ranks."""
+"""The plug-in :class:`LocalTransport`.
+
+Each instance is one rank of a communicator, and shares a :class:`SharedMatcher` with the other ranks.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,10 @@ _COLLECTIVE: frozenset[type[ops.Op]] = _PERFORMED | {ops.WindowOpen, ops.WindowC
 class LocalTransport(Transport):
     """The transport between ranks that are tasks of one process, in one event loop or in the loops of several threads.
 
-    ``post`` does all the work. Of a send and its receive, the second call moves the message. Of the ranks' calls of a
-    collective, the last call moves the data. The call that moves the data also completes the works of all ranks that
-    take part. A send waits for its receive, whatever the size of the message. So a program that relies on buffered
-    sends hangs with this transport.
+    ``post`` does all the work. If a send and a receive match, the later of the two calls moves the message. In a
+    collective, the call of the last rank moves the data. The call that moves the data also completes the works of all
+    ranks that take part. A send waits for its receive, whatever the size of the message. So a program that relies on
+    buffered sends hangs with this transport.
     """
 
     capabilities = Capabilities(

@@ -20,9 +20,9 @@ class LocalWindow:
         self.mapped = range(len(tensors))
         """The ranks whose memory this process can access."""
         self.signals: Counter[tuple[int, int]] = Counter()
-        """The numbers of signals that no wait has consumed yet, by the pair of source and destination."""
+        """The number of signals that no wait has consumed yet, for each pair of source and destination."""
         self.waiting: defaultdict[tuple[int, int], deque[Completion]] = defaultdict(deque)
-        """The waits that no signal has ended yet, by the pair of source and destination."""
+        """The waits that no signal has ended yet, for each pair of source and destination."""
 
     def act(self, op: Any, rank: int, work: Completion) -> list[tuple[int, Completion, Any]]:
         """Perform an operation that rank ``rank`` has called.

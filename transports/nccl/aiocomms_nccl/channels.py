@@ -1,11 +1,12 @@
-"""The channels of lanes: a few NCCL communicators of all ranks.
+"""The channels, which run the collectives of lanes. Each channel is one NCCL communicator of all ranks.
 
-Each channel has its own CUDA stream, so that collectives of different lanes can run at the same time. The ranks form
-the channels when the sequencer's log gets its first entry, because all ranks then wait for the collective of this
-entry. A lane's number determines the lane's channel. So the collectives of a lane run one after the other, and ranks
-need not agree on the channel. Each rank launches the collectives of all channels in the order of the log. CUDA has
-fewer queues than streams, so a collective of one channel may wait for a collective of another channel. Because all
-ranks use the same order, the later of the two collectives waits for the earlier one on every rank.
+A lane is an independent sequence of operations. Each channel has its own CUDA stream, so that collectives of different
+lanes can run at the same time. The sequencer's log lists the collectives of all lanes in launch order. The ranks form
+the channels when the log gets its first entry, because all ranks then wait for the collective of this entry. A lane's
+number determines the lane's channel. So the collectives of a lane run one after the other, and ranks need not agree on
+the channel. Each rank launches the collectives of all channels in the order of the log. CUDA has fewer queues than
+streams, so a collective of one channel may wait for a collective of another channel. Because all ranks use the same
+order, the later of the two collectives waits for the earlier one on every rank.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Each channel needs the memory of one NCCL communicator.
 
 
 class PostedInLane:
-    """A collective of a lane that this rank has called."""
+    """A collective that this rank has called in a lane."""
 
     __slots__ = ("after", "end", "error", "lane", "op", "plan", "work")
 

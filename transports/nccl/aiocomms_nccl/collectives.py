@@ -137,7 +137,7 @@ class CommStream:
 
         Without this call, NCCL's first operations would open the connections, and would block meanwhile.
 
-        :param sends: whether this rank sends in a :class:`Direction`; None if every rank sends to every rank.
+        :param sends: whether this rank is the sender of a :class:`Direction`; None if every rank sends to every rank.
         """
         if sends is None:
             self.carry_out(self.meeting)
@@ -336,7 +336,7 @@ def scatter(cs: CommStream, op: ops.Scatter) -> CallPlan:
 def batch(cs: CommStream, op: ops.CollectiveBatch) -> CallPlan:
     """Plan one group of all calls of the batch's collectives.
 
-    :raises UnsupportedOperation: NCCL permits fewer calls in one group.
+    :raises UnsupportedOperation: the batch needs more calls than NCCL permits in one group.
     """
     plans = [START[type(part)](cs, part) for part in op.parts]
     calls = [call for plan in plans for call in plan.calls]

@@ -3,7 +3,8 @@
 Ops that only move data need no dtype: NCCL moves the data as bytes. NCCL does a reduction itself if NCCL supports the
 dtype, or supports another dtype with the same arithmetic. NCCL adds a complex number as two real numbers. For NCCL, a
 bool is a byte with the value 0 or 1. For bools, NCCL's minimum computes "and", and NCCL's maximum computes "or". NCCL's
-sum computes "xor": the result is true if the sum is odd. The core implements all other reductions with messages.
+sum computes "xor": the result is true if the sum is odd. The core of aiocomms implements all other reductions with
+messages.
 """
 
 from __future__ import annotations

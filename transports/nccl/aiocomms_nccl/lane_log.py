@@ -1,7 +1,8 @@
 """The lanes of one rank, and the log of their collectives, which determines the launch order on all ranks.
 
-Each rank announces its calls of lane collectives to the sequencer on rank 0. The sequencer appends a collective to the
-log after all ranks have called it. The sequencer sends the log to all ranks, in frames on the control connections.
+A lane is an independent sequence of operations. Each rank announces its calls of lane collectives to the sequencer on
+rank 0. The sequencer appends a collective to the log after all ranks have called it. The sequencer sends the log to all
+ranks, in frames on the control connections.
 
 If a rank aborts a lane that has collectives outside the log, the rank notifies the sequencer. The sequencer's answer
 means that the log gets no more entries of this lane. Collectives of this lane that are already in the log complete on
@@ -29,9 +30,7 @@ from aiocomms_nccl.sequencer import Sequencer
 SEQUENCER: Final = 0
 """The rank on which the sequencer runs. The sequencer writes the log."""
 _TURNS: Final = 8
-"""A number of loop iterations without frames.
-
-After these iterations, the sequencer tells waiting ranks which ranks are missing.
+"""The number of loop iterations without frames, after which the sequencer tells waiting ranks which ranks are missing.
 
 A missing rank has not called a collective for which other ranks wait.
 """

@@ -49,7 +49,7 @@ class Launcher(Protocol):
         """True while the launcher's threads wait until ops end, so that the loop need not call :meth:`poll`."""
 
     spin: int
-    """The number of loop iterations with polls for ended ops, before the launcher's threads wait until ops end.
+    """The number of unsuccessful polls by the loop, after which the launcher's threads wait until ops end.
 
     0 means that the loop need not poll.
     """

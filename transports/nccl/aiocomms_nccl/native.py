@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     import aiocomms_launcher as native
 
 DONE, NCCL_FAILED, CUDA_FAILED, DROPPED, ASLEEP = range(5)
-"""The outcomes of an op. The native module uses the same numbers.
+"""The outcomes of an op, and the notice ``ASLEEP``. The native module uses the same numbers.
 
-``DROPPED`` means that NCCL was not called for the op. ``ASLEEP`` is not the outcome of an op. ``ASLEEP`` means that the
-native threads sleep until running ops end.
+``DROPPED`` means that NCCL was not called for the op. ``ASLEEP`` means that the native threads sleep until running ops
+end.
 """
 _MODULE: Final = "aiocomms_launcher"
 SPIN_US: Final = 50

@@ -79,7 +79,7 @@ class Progress(msgspec.Struct, array_like=True):
     """The progress of the frame's sender in two directions: to the frame's receiver, and from the receiver."""
 
     joined: bool
-    """True if the sender has begun to connect to the receiver."""
+    """True if the sender has begun to form the communicator of the direction to the receiver."""
     sent: int
     """The number of messages that the sender has passed to NCCL in the direction to the receiver."""
     received: int
@@ -104,7 +104,7 @@ class NcclAbort(msgspec.Struct, tag=5, array_like=True):
 
 
 class NcclNote(msgspec.Struct, tag=6, array_like=True):
-    """A frame with data (a note) that the sender's core sends to the receiver's core."""
+    """A frame with data (a note) that the core of aiocomms sends from one rank to another."""
 
     text: bytes
 

@@ -47,7 +47,7 @@ class Taken(NamedTuple):
 
 
 class NetNote(NamedTuple):
-    """The frame that contains a note to the other rank's core."""
+    """The frame with data (a note) that the core of aiocomms sends from one rank to another."""
 
     what: bytes
 
@@ -59,7 +59,7 @@ class Aborted(NamedTuple):
 
 
 class Closed(NamedTuple):
-    """The frame which reports that the rank has closed the communicator."""
+    """The frame which reports that the sender has closed the communicator."""
 
 
 class NetPeer:
@@ -68,7 +68,7 @@ class NetPeer:
     def __init__(self, rank: int, conduit: clock.Conduit) -> None:
         self.rank, self.conduit = rank, conduit
         self.over = False
-        """True once the rank has closed the communicator or the connection has ended."""
+        """True once the other rank has closed the communicator or the connection has ended."""
         self.sent: dict[int, tuple[Sent, Completion]] = {}
         """The sends whose messages are at the other rank and have not been read. The keys are the messages' numbers."""
 
@@ -314,8 +314,8 @@ class _Calling:
     def arrived(self, conduit: clock.Conduit, peer: int) -> None:
         """Store a connection with a rank.
 
-        If a connection with this rank is already stored, the other rank no longer uses that connection. The new
-        connection replaces the stored connection.
+        If a connection with rank ``peer`` is already stored, the new connection replaces it, because ``peer`` no longer
+        uses the stored connection.
         """
         self.conduits[peer] = conduit
         if len(self.conduits) == self._rendezvous.size - 1:

@@ -1,4 +1,4 @@
-"""The start of an engine: the ranks find out which of them share a host, connect in pairs, and open the engine."""
+"""The start of an engine: each rank finds the ranks of its host, opens its engine, and connects to the other ranks."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ class EnginePlace(msgspec.Struct, array_like=True):
     The ranks use only the value that the first rank of their host has sent.
     """
     other: int = -1
-    """The number of the other rank's engine in this rank's engine, for a connection of an endpoint.
+    """The number that this rank's engine gives to the engine of the other rank, if an endpoint connects the two ranks.
 
-    Without an endpoint, the value is -1, because the number of each engine is its rank.
+    Without an endpoint, the value is -1, because the number of each engine is then the engine's rank.
     """
 
 

@@ -55,10 +55,10 @@ class _Waiting:
 class CudaUcxTransport(UcxTransport):
     """The transport for messages, windows and barriers with tensors on a GPU.
 
-    The core expresses other collectives as messages. Atomics are not supported. The engine gets an op after all earlier
-    ops, and when the GPU has finished all earlier work of the caller's stream. So messages match in the order of the
-    calls, even on different streams. Puts and gets that the GPU executes as copies do not go to the engine; see
-    :class:`CudaWindows`.
+    The core of aiocomms implements other collectives with messages. Atomics are not supported. The engine gets an op
+    after all earlier ops, and when the GPU has finished all earlier work of the caller's stream. So messages match in
+    the order of the calls, even on different streams. Puts and gets that the GPU executes as copies do not go to the
+    engine; see :class:`CudaWindows`.
     """
 
     capabilities = msgspec.structs.replace(

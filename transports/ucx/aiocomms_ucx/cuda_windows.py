@@ -100,7 +100,7 @@ class Copies:
         return self._in.get(window, 0)
 
     def forget(self, window: int) -> None:
-        """Forget a window."""
+        """Delete the stored number of the last copy in a window."""
         self._in.pop(window, None)
 
     def tensors(self) -> list[Tensor]:
@@ -293,7 +293,7 @@ class CudaWindows(Windows):
         return found
 
     def _map_part(self, handle: WindowHandle, rank: int, part: WindowPart, reached: _Reached) -> Tensor | None:
-        """Return a rank's part as a tensor; None if CUDA cannot map the part or the dtype differs.
+        """Return a rank's part as a tensor; None if CUDA cannot map the part or the ranks' element sizes differ.
 
         This method runs on a thread other than the loop's.
         """

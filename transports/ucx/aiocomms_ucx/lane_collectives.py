@@ -1,4 +1,7 @@
-"""The collectives of a communicator's lanes. The engine executes the collectives. This module completes their works."""
+"""The collectives of a communicator's lanes. The engine executes the collectives. This module completes their works.
+
+A lane is an independent sequence of operations.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A thread that receives other ranks' notes to this rank's core, even while the event loop is busy."""
+"""A thread that receives the notes of other ranks, even while the event loop is busy.
+
+A note is data that the core of aiocomms sends from one rank to another.
+"""
 
 from __future__ import annotations
 

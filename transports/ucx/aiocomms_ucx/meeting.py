@@ -29,7 +29,7 @@ from aiocomms_ucx.windows import open_segment
 
 _NONE: Final = -1
 _CHANNEL: Final = 15
-"""The channel of the test messages, which no op family uses."""
+"""The channel of the test messages. No other messages use this channel."""
 _SIZES: Final = (8, 128 * 1024)
 """The sizes of the test messages in bytes.
 

@@ -56,7 +56,7 @@ class Member(Protocol):
         """
 
     def hold(self, whether: bool) -> None:
-        """Choose whether shortcuts pass new collectives to Python code or to the engine.
+        """Choose whether shortcuts (native code that starts ops) pass new collectives to Python code or to the engine.
 
         :param whether: True for Python code, False for the engine.
         """

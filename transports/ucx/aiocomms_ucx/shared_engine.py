@@ -1,4 +1,7 @@
-"""The engine that the communicators of a family or of an endpoint share, and the works that wait for this engine."""
+"""The engine that several communicators share, and the works that wait for this engine.
+
+A communicator shares its engine with its splits. The communicators of an endpoint also share an engine.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ _MOST_PARTED: Final = 64
 """The number of disconnected peers after which new communicators get a new engine.
 
 The limit bounds the memory that UCX has not freed. After a message of more than about 40 bytes, UCX frees the 85 KiB of
-an endpoint only when UCX's worker ends.
+a UCX endpoint only when UCX's worker ends.
 """
 
 _OF_LANES: Final = frozenset({NoticeKind.LANE_DISAGREES, NoticeKind.LANE_LEFT})
@@ -54,7 +57,7 @@ class Lanes(Protocol):
         """Fail the running collective of a lane, because a rank that the collective needs has closed."""
 
     def disagrees(self, rank: int, lane: int) -> None:
-        """Handle another rank's call in a lane that differs from this rank's call.
+        """Handle a difference between this rank's call and another rank's call in a lane.
 
         The other rank describes its call later.
         """
@@ -125,7 +128,7 @@ class SharedEngine:
     """
 
     def __init__(self, engine: Engine, cuda: Cuda | None = None) -> None:
-        """Start without communicators.
+        """Create an object without communicators.
 
         :param engine: the started engine.
         :param cuda: the GPU whose memory the engine sends and receives; None for CPU memory.
@@ -255,7 +258,7 @@ class SharedEngine:
                 (transport.left if kind == NoticeKind.LEFT else transport.disagrees)(peer, detail)
 
     def hear_notes(self) -> None:
-        """Pass the notes of other ranks to this rank's core. The listener's thread calls this method."""
+        """Pass other ranks' notes to the core of aiocomms on this rank. The listener's thread calls this method."""
         for peer, raw in self.engine.take_notes():
             self._handle_frame(peer, raw)
 

@@ -31,10 +31,10 @@ _LONGEST: Final = 4096
 The file of speeds has about 200 bytes.
 """
 _HARDLY_SLOWER: Final = 1.25
-"""The largest ratio of a direct read's time to the time of two copies at which ranks still read directly.
+"""Ranks read directly if a direct read takes at most this multiple of the time of two copies.
 
-Above this ratio, ranks copy through slots of shared memory. The ratio is greater than 1 because a direct read needs no
-rounds of slots, and the processor's cache may already contain the part.
+Otherwise, ranks copy through slots of shared memory. The value is greater than 1 because a direct read needs no rounds
+of slots, and the processor's cache may already contain the part.
 """
 
 _Nanoseconds = Annotated[int, msgspec.Meta(ge=1, le=10**9)]

@@ -280,7 +280,7 @@ class Windows:
             work.complete(handle)
 
     def _reach(self, handle: WindowHandle, rank: int, part: WindowPart) -> Tensor | None:
-        """Return a rank's part as a tensor of this process; None if the memory is not shared or the dtype differs."""
+        """Return a rank's part as a tensor of this process; None if the part is not shared or element sizes differ."""
         transport, dtype = self._transport, handle.tensor.dtype
         if rank == transport.rank:
             return handle.tensor

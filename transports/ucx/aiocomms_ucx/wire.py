@@ -42,7 +42,10 @@ class Abort(msgspec.Struct, tag=True, array_like=True):
 
 
 class Note(msgspec.Struct, tag=True, array_like=True):
-    """A note from the sender's core to the receiver's core. The receiver gets the note even while its loop is busy."""
+    """A note, which is data that the core of aiocomms sends from one rank to another.
+
+    The receiver gets the note even while its loop is busy.
+    """
 
     group: int
     text: bytes

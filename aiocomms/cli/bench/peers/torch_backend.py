@@ -131,12 +131,15 @@ def _burst(case: BenchCase) -> None:
 
 
 def _in_executor(call: Callable[..., Any]) -> Call:
-    """Make the call in a thread of the executor. A whole ping-pong or burst is one call, to avoid thread switches."""
+    """Return a function that makes the call in a thread of the executor.
+
+    A whole ping-pong or burst is one call, to avoid thread switches.
+    """
     return partial(asyncio.get_running_loop().run_in_executor, None, call)
 
 
 def _polling(call: Callable[..., Any]) -> Call:
-    """Poll the work in every iteration of the event loop."""
+    """Return a function that makes the call, and polls the call's work in every iteration of the event loop."""
 
     async def poll() -> None:
         work = call(async_op=True)
@@ -147,7 +150,7 @@ def _polling(call: Callable[..., Any]) -> Call:
 
 
 def _future(call: Callable[..., Any]) -> Call:
-    """Await a callback from the backend's thread."""
+    """Return a function that makes the call, and awaits a callback from the backend's thread."""
     loop = asyncio.get_running_loop()
 
     async def wait() -> None:
