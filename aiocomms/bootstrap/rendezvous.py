@@ -114,9 +114,9 @@ class StoreRendezvous(Board):
         await self.meet()
 
     async def meet(self, turn: threading.Lock | None = None) -> Arrival | None:
-        """Meet the ranks that are at this part of the store now.
+        """Wait until all other ranks have arrived in the store, under the keys of this rendezvous.
 
-        Then use a new part of the store, which no other meeting uses.
+        Later calls use new keys, which no other meeting uses.
 
         :param turn: see :class:`Arrival`.
         :returns: the arrival of this rank; None if there is no other rank to wait for.

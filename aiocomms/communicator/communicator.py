@@ -38,8 +38,8 @@ from aiocomms.diagnosis.debug import Debugger
 from aiocomms.diagnosis.live import Leaving, Sight, live, sight_of
 from aiocomms.diagnosis.statistics import Statistics, statistics_of
 from aiocomms.errors import CommClosedError, CommError, MismatchError, PeerDiedError, StoreLostError, as_reason
-from aiocomms.lowering.lane_messages import Key
 from aiocomms.lowering.shortcuts import give_methods
+from aiocomms.lowering.tags import Key
 from aiocomms.lowlevel import run_in_thread
 from aiocomms.lowlevel.shielding import shielded
 from aiocomms.ops import Op, membership
@@ -368,8 +368,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     ) -> Communicator | None:
         """Check that the ranks agree on the groups of a split, and form the new communicator of this rank's group.
 
-        :param gathered: the work whose result has, for each rank, the members and the new communicator's name that the
-            rank passed to the split.
+        :param gathered: the work that gathers two values from each rank: the members of the rank's group, and the name
+            of the group's new communicator.
         """
         claims: list[tuple[list[int], str]] = await gathered
         for rank, (claim, name) in enumerate(claims):

@@ -18,8 +18,8 @@ from aiocomms.communicator.objects import Objects
 from aiocomms.communicator.p2p import PointToPoint
 from aiocomms.core.core import Core
 from aiocomms.errors import CommClosedError, CommError, as_reason, wrong_thread
-from aiocomms.lowering.lane_messages import Key, number_of
 from aiocomms.lowering.runs import RunPart
+from aiocomms.lowering.tags import Key, number_of
 from aiocomms.ops import Op
 from aiocomms.ops.arrays import checked
 from aiocomms.progress.inflight import LaneWork

@@ -21,8 +21,8 @@ from torch import Tensor
 from aiocomms import ops
 from aiocomms.cuda import crossing
 from aiocomms.errors import CommError, LaneAbortedError, MessageTruncatedError, MismatchError, ProtocolError
-from aiocomms.lowering.lane_messages import GIVEN_UP, collective_tags
 from aiocomms.lowering.runs import Poster
+from aiocomms.lowering.tags import GIVEN_UP, collective_tags
 from aiocomms.lowlevel.control import ControlCodec
 from aiocomms.lowlevel.versions import Dialect
 from aiocomms.ops import buffers

@@ -10,10 +10,11 @@ from aiocomms import ops
 from aiocomms.errors import CommError, UnsupportedOperation
 from aiocomms.lowering.arrivals import FROM_ANY, Arrivals
 from aiocomms.lowering.lane_abort import LaneAborts
-from aiocomms.lowering.lane_messages import Turns, collective_tag, within
+from aiocomms.lowering.lane_messages import Turns
 from aiocomms.lowering.loopback import Loopback
 from aiocomms.lowering.runs import BatchRun, Offload, Poster, Run, RunPart, Steps
 from aiocomms.lowering.schedules import SCHEDULES, Context
+from aiocomms.lowering.tags import collective_tag, within
 from aiocomms.progress.guard import guarded
 from aiocomms.progress.inflight import LaneWork
 from aiocomms.transport import Capabilities, Completion, LaneTransport, Transport

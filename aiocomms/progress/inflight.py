@@ -84,7 +84,7 @@ class StartedWork(Work[T_co]):
         """Return the suspended tasks that await the work."""
         return [] if self._waiters is None else list(self._waiters.waiting)
 
-    def wake(self, waiter: Waiter) -> None:
+    def add_first_waiter(self, waiter: Waiter) -> None:
         """Add the first waiter. The waiter wakes when the work ends.
 
         Any thread may call this method, even while another thread ends the work.

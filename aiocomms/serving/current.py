@@ -14,7 +14,7 @@ from aiocomms.communicator.lane import Lane
 from aiocomms.communicator.objects import Objects
 from aiocomms.communicator.p2p import PointToPoint
 from aiocomms.communicator.portal.portal import Portal
-from aiocomms.lowering.lane_messages import Key
+from aiocomms.lowering.tags import Key
 from aiocomms.ops import Op
 from aiocomms.progress.work import Work
 

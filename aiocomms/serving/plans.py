@@ -39,7 +39,7 @@ from aiocomms.errors import (
     PlanLostError,
     as_reason,
 )
-from aiocomms.lowering.lane_messages import number_of
+from aiocomms.lowering.tags import number_of
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.progress.guard import ends_task

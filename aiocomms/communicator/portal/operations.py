@@ -19,7 +19,7 @@ from aiocomms.communicator.portal.views import BlockingBatch, started
 from aiocomms.communicator.portal.works import BlockingWork, close
 from aiocomms.core.core import Core
 from aiocomms.errors import CommError
-from aiocomms.lowering.lane_messages import Key
+from aiocomms.lowering.tags import Key
 from aiocomms.ops import Op
 from aiocomms.ops.arrays import checked
 

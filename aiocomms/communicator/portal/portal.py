@@ -20,7 +20,7 @@ from aiocomms.communicator.streams import ItemStream
 from aiocomms.core.core import Core
 from aiocomms.diagnosis.statistics import Statistics
 from aiocomms.errors import CommError
-from aiocomms.lowering.lane_messages import Key
+from aiocomms.lowering.tags import Key
 from aiocomms.ops import TensorLike
 from aiocomms.progress.hooks import Hooked
 

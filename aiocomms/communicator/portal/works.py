@@ -311,7 +311,7 @@ class BlockingWork(Pending, Generic[T_co]):
         self._work, core = work, self._core
         self._seconds = on._seconds
         self._until = clock.now() + self._seconds
-        work.wake(_Listener(self))
+        work.add_first_waiter(_Listener(self))
         core.keep_elsewhere(work, self._seconds)
         # This call bypasses the door, because the next call need not wait for it.
         core.driver.call_threadsafe(core.look_after, look_after, index)

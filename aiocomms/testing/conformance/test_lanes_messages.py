@@ -8,7 +8,7 @@ from torch import Tensor
 
 from aiocomms import Work
 from aiocomms.communicator.communicator import Communicator
-from aiocomms.lowering.lane_messages import number_of
+from aiocomms.lowering.tags import number_of
 from aiocomms.testing.conformance.case import Case, ranks
 from aiocomms.testing.conformance.test_lanes import number, shuffled
 

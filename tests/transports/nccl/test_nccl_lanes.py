@@ -30,7 +30,7 @@ from aiocomms.errors import (
     ProtocolError,
     UnsupportedOperation,
 )
-from aiocomms.lowering.lane_messages import number_of
+from aiocomms.lowering.tags import number_of
 
 pytestmark = pytest.mark.deterministic
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aiocomms import ReduceOp, ops
-from aiocomms.lowering.lane_messages import collective_tag
+from aiocomms.lowering.tags import collective_tag
 from aiocomms.ops import size_of
 from aiocomms.testing import local_world
 from aiocomms.testing.injecting import _nbytes

@@ -47,7 +47,7 @@ struct Holding {
   }
 };
 
-// The tag of a lane's message in place of the user's, like tag_of of aiocomms/lowering/lanes.py.
+// The tag of a lane's message in place of the user's, like tag_of of aiocomms/lowering/tags.py.
 inline std::int64_t tag_in_lane(std::uint64_t lane, std::int64_t tag) {
   constexpr std::uint64_t kAbove = std::uint64_t{1} << 62, kSpread = 0x9E3779B97F4A7C15u;
   return static_cast<std::int64_t>(kAbove | ((lane + static_cast<std::uint64_t>(tag) * kSpread) & (kAbove - 1)));
