@@ -54,6 +54,14 @@ std::uint64_t Rounds::arrive(std::uint64_t number, std::string_view header, std:
 
 void Rounds::write(std::uint64_t number, std::string_view header, std::span<const Bytes> parts) const {
   std::byte* const begin = lane_.area(number, lane_.rank);
+  Lengths lengths{header.size(), 0};
+  for (const Bytes& part : parts) lengths.data += part.size();
+  // The same call as two rounds before has the same header. Then its cache lines stay in the caches of all ranks.
+  const auto put = [](std::byte* place, const void* from, std::size_t count) {
+    if (std::memcmp(place, from, count) != 0) std::memcpy(place, from, count);
+  };
+  put(begin, &lengths, sizeof lengths);
+  put(begin + sizeof lengths, header.data(), header.size());
   std::byte* to = begin + kHead;
   for (const Bytes& part : parts) {
     for (std::size_t done = 0; done < part.size(); done += kCopied) {
@@ -61,9 +69,6 @@ void Rounds::write(std::uint64_t number, std::string_view header, std::span<cons
     }
     to += part.size();
   }
-  const Lengths lengths{header.size(), static_cast<std::uint64_t>(to - begin) - kHead};
-  std::memcpy(begin, &lengths, sizeof lengths);
-  std::memcpy(begin + sizeof lengths, header.data(), header.size());
 }
 
 std::uint64_t Rounds::spin(std::uint64_t number, const std::uint64_t arrived, std::size_t bytes) const {
