@@ -138,6 +138,8 @@ async def main() -> None:
     parser.add_argument("--tp", default=1, type=int, help="over how many ranks each layer is split (default: 1)")
     parser.add_argument("--pp", default=2, type=int, help="over how many stages the layers are split (default: 2)")
     options = parser.parse_args()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # The children of a background job ignore it, too.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with anyio.fail_after(LIMIT):
         await demo(options.tp, options.pp)
 
