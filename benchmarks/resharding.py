@@ -11,8 +11,9 @@ The ways take turns, round by round, on memory that has been touched before.
 Then the target answers requests, at 80 % of what it can: in turn alone, while the source moves a version each second,
 and while the source ranks make that plain copy each second. A request is a step with the weights: a product with a
 layer of them in a thread, and an ``all_reduce`` of what it comes to. Requests come at random times, as they do from
-clients, and their latency counts from then on. What the target can is what it does while requests always wait. If the
-machine gets slower after that, a round is an overload: so see the median of the rounds, too.
+clients, and their latency counts from then on. What the target can is what it does alone while requests always wait,
+for some seconds before each of the three. If the machine gets slower after that, a round is an overload: so see the
+median of the rounds, too.
 
 Run it with ``python -m benchmarks.resharding [--mib N] [--rounds N] [--apart]``.
 """
@@ -184,12 +185,12 @@ class Rank:
         self.found["latencies"] = {what: [] for what in BESIDE}
         self.found["rates"] = []
         for _ in range(rounds):
-            await self.all.barrier()
-            rate = 0.0
-            if self.side == 0:
-                rate = LOAD * len(await self.serve(FULL, math.inf)) / FULL
-                self.found["rates"].append(rate)
             for what, way in BESIDE.items():
+                rate = 0.0
+                await self.all.barrier()
+                if self.side == 0:
+                    rate = LOAD * len(await self.serve(FULL, math.inf)) / FULL
+                    self.found["rates"].append(rate)
                 await self.all.barrier()
                 if self.side == 0:
                     self.found["latencies"][what].append(await self.serve(SECONDS, rate))
@@ -268,15 +269,15 @@ def show(found: list[dict[str, Any]], mib: int, rounds: int, load: float) -> Non
         median = statistics.median(each)
         speed = mib / 1024 / median
         print(f"| {what} | {median:.3f} s | {min(each):.3f} s | {max(each):.3f} s | {speed:.2f} |")
-    rates = [f"{rate:.0f}" for rate in found[0]["rates"]]
-    print(f"\n| requests at {', '.join(rates)}/s | p50 | p99 | most | p99 of each round | their median |")
+    least, most = min(found[0]["rates"]), max(found[0]["rates"])
+    print(f"\n| requests at {least:.0f} to {most:.0f}/s | p50 | p99 | most | p99 of each round | their median |")
     print("|---|---:|---:|---:|---:|---:|")
     for what, windows in found[0]["latencies"].items():
         each = [it for window in windows for it in window]
         rounds_p99 = [1e3 * percentile(window, 0.99) for window in windows]
-        p50, p99, most = (f"{1e3 * percentile(each, part):.2f} ms" for part in (0.5, 0.99, 1.0))
+        p50, p99, longest = (f"{1e3 * percentile(each, part):.2f} ms" for part in (0.5, 0.99, 1.0))
         of_each, median = ", ".join(f"{it:.2f}" for it in rounds_p99), statistics.median(rounds_p99)
-        print(f"| {what} | {p50} | {p99} | {most} | {of_each} | {median:.2f} ms |")
+        print(f"| {what} | {p50} | {p99} | {longest} | {of_each} | {median:.2f} ms |")
 
 
 def percentile(each: list[float], part: float) -> float:
