@@ -224,8 +224,8 @@ class CommTimeoutError(CommError, TimeoutError):
 class LeftBehindError(CommError):
     """Raised when the other ranks of a live group have completed this call, and later calls, without this rank.
 
-    The collectives of a live group (:mod:`aiocomms.live`) complete even if a rank is late or dead. The lane stays
-    usable: the next call of this rank takes part in the call that the other ranks are making at that time.
+    The collectives of a live group (:class:`~aiocomms.LiveGroup`) complete even if a rank is late or dead. The lane
+    stays usable: the next call of this rank takes part in the call that the other ranks are making at that time.
     """
 
 
